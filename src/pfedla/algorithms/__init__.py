@@ -1,0 +1,49 @@
+"""The registry: every algorithm by its name, built from plain options."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.local import Local
+from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
+from pfedla.contracts import Algorithm, LocalTraining, Task
+from pfedla.errors import PfedlaError, unknown
+
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Local, FedAvg, PFedLA, HeurpFedLA)}
+
+
+def find(name: str) -> type[Algorithm]:
+    if name not in ALGORITHMS:
+        raise unknown("algorithm", name, ALGORITHMS)
+    return ALGORITHMS[name]
+
+
+@cache
+def options_model(kind: type[Algorithm]) -> type[BaseModel]:
+    """The hyper-parameters of an algorithm with their types, bounds and defaults."""
+    common = {field.name for field in dataclasses.fields(Algorithm)}
+    hints = get_type_hints(kind, include_extras=True)
+    own: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind) if f.name not in common}
+    return create_model(kind.__name__, __config__=ConfigDict(extra="forbid", strict=True), **own)
+
+
+def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """All options of an algorithm, the given ones checked and the others at their defaults."""
+    model = options_model(find(name))
+    try:
+        return model.model_validate(dict(options)).model_dump()
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            choices = ", ".join(model.model_fields) or "none"
+            raise PfedlaError(f"algorithm {name!r} has no option {option!r}; its options: {choices}") from None
+        raise PfedlaError(f"algorithm.{option} = {options[option]!r}: {problem['msg'].lower()}") from None
+
+
+def create(name: str, task: Task, training: LocalTraining, options: Mapping[str, object] | None = None) -> Algorithm:
+    return find(name)(task=task, training=training, **resolve_options(name, options or {}))

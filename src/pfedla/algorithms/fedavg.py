@@ -1,0 +1,48 @@
+"""FedAvg: one global model, the mean of the clients' trained models weighted by their number of examples.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+BatchNorm's running mean and variance are averaged like parameters, its integer counter is copied, never averaged.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pfedla.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+    all_sent,
+)
+from pfedla.training import sgd
+from pfedla.tree import repeat, weighted_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Algorithm):
+    name: ClassVar[str] = "fedavg"
+    summary: ClassVar[str] = "one global model, the weighted mean of all"
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        return {"model": self.task.initial()}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        count = len(cohort.ids)
+        return Payload(repeat(server["model"], count), all_sent(count, self.task.layers))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
+
+    def init_client(self) -> ClientState:
+        return {}
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        model, loss = sgd(self.task, download.tensors, data, self.training)
+        return LocalResult(client=client, upload=Payload(model, download.sent), model=model, loss=loss)
+
+    def personalize(self, client: ClientState, download: Payload) -> Params:
+        return download.tensors

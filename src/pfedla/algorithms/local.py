@@ -1,0 +1,34 @@
+"""Local training: every client trains its own model and never talks. The sanity floor of every table."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.training import sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Algorithm):
+    name: ClassVar[str] = "local"
+    summary: ClassVar[str] = "each client trains alone"
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        return {}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        return Payload({}, torch.zeros(len(cohort.ids), len(self.task.layers), dtype=torch.bool))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return server
+
+    def init_client(self) -> ClientState:
+        return self.task.initial()
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        model, loss = sgd(self.task, client, data, self.training)
+        return LocalResult(client=model, upload=Payload({}, download.sent), model=model, loss=loss)
+
+    def personalize(self, client: ClientState, download: Payload) -> Params:
+        return client

@@ -1,0 +1,143 @@
+"""pFedLA and HeurpFedLA: every client's model is a layer-wise mix of all clients' models, the weights learned.
+
+Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, Algorithms 1 and 2.
+Equations tied to names: Eq. 4 `_alpha`, Eq. 5-6 `mix`, Eq. 10-11 `LayerWeightHypernetwork.step`, Eq. 12 `_sent`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.errors import NotApplicableError, PfedlaError
+from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
+from pfedla.layers import choose, mix
+from pfedla.seeds import generator
+from pfedla.training import sgd
+from pfedla.tree import put, repeat, take
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedLA(Algorithm):
+    name: ClassVar[str] = "pfedla"
+    summary: ClassVar[str] = "per layer, a learned mix of all clients' models"
+
+    retained_layers: Annotated[int, Field(ge=0)] = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
+    neighbours: Annotated[int, Field(ge=1)] | Literal["all"] = "all"  # K: only the K largest weights are mixed
+    hypernetwork_lr: Annotated[float, Field(gt=0)] = 1.0
+    embedding_size: Annotated[int, Field(ge=1)] = 100
+    hidden_size: Annotated[int, Field(ge=1)] = 100
+    normalise: Literal["softmax", "relu"] = "softmax"
+
+    def check(self, num_clients: int) -> None:
+        if self.retained_layers > len(self.task.layers):
+            raise NotApplicableError(
+                f"retained_layers = {self.retained_layers}, but the model has {len(self.task.layers)} layers: "
+                + ", ".join(self.task.layers.names)
+            )
+        if self.neighbours != "all" and self.neighbours > num_clients:
+            raise PfedlaError(f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer')
+
+    # Server
+
+    def _hypernetwork(self, num_clients: int) -> LayerWeightHypernetwork:
+        return LayerWeightHypernetwork(
+            num_clients, len(self.task.layers), self.embedding_size, self.hidden_size, self.normalise
+        )
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
+        return {
+            "models": {name: value.clone() for name, value in common.items()},  # Θ: everyone's last trained parameters
+            "hypernetworks": self._hypernetwork(num_clients).init(num_clients, generator(seed, "hypernetwork")),
+        }
+
+    def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
+        hypernetworks = server["hypernetworks"]
+        network = self._hypernetwork(len(hypernetworks["embedding"]))
+        return network.alpha(take(hypernetworks, ids), ids)
+
+    def alpha(self, server: ServerState) -> Tensor:
+        return self._alpha(server, torch.arange(len(server["hypernetworks"]["embedding"])))
+
+    def _cut_to_neighbours(self, alpha: Tensor, cohort: Cohort) -> Tensor:
+        """alpha with only the K largest of every row, the client itself always among them, renormalised."""
+        num_clients = alpha.shape[-1]
+        if self.neighbours == "all" or self.neighbours == num_clients:
+            return alpha
+        rows = []
+        for row, client in zip(alpha, cohort.ids.tolist(), strict=True):
+            rank = row.clone()
+            rank[:, client] = torch.inf
+            # Equal weights (the uniform start) are ordered by the seed, else everyone would mix the first K clients.
+            draw = torch.rand(rank.shape, generator=generator(cohort.seed, "neighbours", cohort.round, client))
+            shuffled = draw.argsort(-1)
+            best = shuffled.gather(-1, rank.gather(-1, shuffled).argsort(dim=-1, descending=True, stable=True))
+            keep = torch.zeros_like(row, dtype=torch.bool).scatter_(-1, best[:, : self.neighbours], True)
+            kept = torch.where(keep, row, 0.0)
+            total = kept.sum(-1, keepdim=True)
+            only_own = torch.zeros_like(row)
+            only_own[:, client] = 1.0
+            # With ReLU weights all that is kept may be zero.
+            rows.append(torch.where(total > 0, kept / torch.where(total > 0, total, 1.0), only_own))
+        return torch.stack(rows)
+
+    def _sent(self, alpha: Tensor, cohort: Cohort) -> Tensor:
+        """All layers but the k with the largest self-weight (Eq. 12); ties go to the layer nearest the output."""
+        num_layers = alpha.shape[1]
+        own = alpha[torch.arange(len(cohort.ids)), :, cohort.ids]
+        from_the_output = own.flip(-1).argsort(dim=-1, descending=True, stable=True)
+        retained = num_layers - 1 - from_the_output[:, : self.retained_layers]
+        return torch.ones_like(own, dtype=torch.bool).scatter_(-1, retained, False)
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        alpha = self._alpha(server, cohort.ids)
+        mixed = mix(self._cut_to_neighbours(alpha, cohort), server["models"], self.task.layers)
+        return Payload(mixed, self._sent(alpha, cohort))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
+        # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
+        wish = layer_gradient(delta, server["models"], self.task.layers)
+        # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
+        wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
+        stepped = self._hypernetwork(wish.shape[-1]).step(
+            take(server["hypernetworks"], cohort.ids), cohort.ids, wish, self.hypernetwork_lr
+        )
+        return {
+            "models": put(server["models"], cohort.ids, uploads.tensors),
+            "hypernetworks": put(server["hypernetworks"], cohort.ids, stepped),
+        }
+
+    # Client
+
+    def init_client(self) -> ClientState:
+        initial = self.task.initial()
+        return initial if self.retained_layers else self.task.layers.only_statistics(initial)
+
+    def _start(self, client: ClientState, download: Payload) -> Params:
+        statistics = self.task.layers.only_statistics(client)
+        if not self.retained_layers:
+            return {**download.tensors, **statistics}
+        return {**choose(download.sent, download.tensors, client, self.task.layers), **statistics}
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        model, loss = sgd(self.task, self._start(client, download), data, self.training)
+        upload = Payload(self.task.layers.parameters(model), torch.ones_like(download.sent))
+        return LocalResult({name: model[name] for name in client}, upload, model, loss)
+
+    def personalize(self, client: ClientState, download: Payload) -> Params:
+        return self._start(client, download)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeurpFedLA(PFedLA):
+    """pFedLA that keeps the most personal layers at home and saves their download (Algorithm 2)."""
+
+    name: ClassVar[str] = "heurpfedla"
+    summary: ClassVar[str] = "pFedLA with the k most personal layers kept at home"
+
+    retained_layers: Annotated[int, Field(ge=0)] = 1

@@ -1,0 +1,170 @@
+"""READ FIRST: the values that travel, what an algorithm is, what an engine is.
+
+A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values (the
+same names, one leading client axis) and client functions written for *one* client. An engine is where the clients
+live. State goes in and comes out; nothing is hidden in `self`, so evaluation cannot change anything and saving two
+values (server, clients) is a checkpoint.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pfedla.layers import Layers
+from pfedla.tree import Params
+
+__all__ = [
+    "Algorithm", "ClientMetrics", "ClientState", "Cohort", "Engine", "LocalData", "LocalResult", "LocalTraining",
+    "Params", "Payload", "Recalibrate", "ServerState", "Task", "Trained",
+]  # fmt: skip
+
+ServerState = dict[str, Params]  # named groups of tensors
+ClientState = Params  # one client's private tensors: statistics, retained layers
+Recalibrate = Literal["unsampled", "never", "always"]
+
+
+class Cohort(NamedTuple):
+    """Who takes part in a round. Every draw of a round comes from (seed, purpose, round, client)."""
+
+    round: int
+    seed: int
+    ids: Tensor  # [cohort], ascending
+    num_examples: Tensor  # [cohort], training examples
+
+    def only(self, rows: Tensor) -> "Cohort":
+        return self._replace(ids=self.ids[rows], num_examples=self.num_examples[rows])
+
+
+class Payload(NamedTuple):
+    """What crosses the wire, either way. A tensor travels if its layer is sent; stacked over the cohort on the server."""
+
+    tensors: Params
+    sent: Tensor  # bool per layer
+
+    def rows(self, index: Tensor | int) -> "Payload":
+        return Payload({name: value[index] for name, value in self.tensors.items()}, self.sent[index])
+
+
+class LocalData(NamedTuple):
+    """One client's training data, ready for use. `order[epoch]` is the order of the examples; a batch is a slice of it.
+
+    Departs from padded batches with masks: a padded row would spoil BatchNorm's statistics. Clients of one size stack.
+    """
+
+    x: Tensor
+    y: Tensor
+    order: Tensor  # [epochs, examples]
+
+
+class LocalResult(NamedTuple):
+    client: ClientState
+    upload: Payload
+    model: Params  # the locally trained model, as the client would use it right after training
+    loss: Tensor  # mean training loss over the local steps
+
+
+class ClientMetrics(NamedTuple):
+    """Per client, in the order of the cohort."""
+
+    accuracy: Tensor
+    loss: Tensor
+
+
+class Trained(NamedTuple):
+    """What came back from a round of training: who answered, and with what."""
+
+    cohort: Cohort
+    uploads: Payload
+    training_loss: Tensor
+    after_training: ClientMetrics  # the trained models on the clients' own test data
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """The local budget, common to all methods: plain SGD."""
+
+    lr: float
+    epochs: int
+    batch_size: int
+
+
+class Task(Protocol):
+    """A model and its loss, as functions of its tensors (parameters and statistics under their state_dict names)."""
+
+    @property
+    def layers(self) -> Layers: ...
+    def initial(self) -> Params:
+        """The common initialisation (a copy)."""
+        ...
+
+    def loss(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
+        """Training loss, and the statistics after this batch; the inputs are left alone."""
+        ...
+
+    def logits(self, tensors: Params, x: Tensor) -> Tensor: ...
+    def recalibrated(self, tensors: Params, x: Tensor) -> Params:
+        """The same model with its statistics estimated anew from `x`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    task: Task
+    training: LocalTraining
+
+    def check(self, num_clients: int) -> None:  # noqa: B027 (most methods fit everywhere)
+        """Refuse what cannot work: NotApplicableError if the method does not fit, PfedlaError for a wrong value."""
+
+    @abstractmethod
+    def init_server(self, num_clients: int, seed: int) -> ServerState: ...
+    @abstractmethod
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        """What each client of the cohort is sent, stacked."""
+
+    @abstractmethod
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        """The next server state from those who answered; `downloads` is what these clients were sent."""
+
+    @abstractmethod
+    def init_client(self) -> ClientState:
+        """One client's private state before its first round; the same for all."""
+
+    @abstractmethod
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """One client's round; must run under torch.func.vmap."""
+
+    @abstractmethod
+    def personalize(self, client: ClientState, download: Payload) -> Params:
+        """The model this client would deploy now: parameters and statistics; must run under torch.func.vmap."""
+
+    def alpha(self, server: ServerState) -> Tensor | None:
+        """[clients, layers, clients], i receives and j sends, for methods that learn it."""
+        return None
+
+
+class Engine(Protocol):
+    """Where the clients live: a thread pool, one stacked tensor, or other machines."""
+
+    def train(self, cohort: Cohort, downloads: Payload) -> Trained: ...
+    def commit(self, accepted: Tensor) -> None:
+        """The state of the accepted clients (ids) advances; the others' stays as it was before `train`."""
+        ...
+
+    def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
+        """The personal models on the clients' own test data; changes nothing."""
+        ...
+
+    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]: ...
+    def state(self) -> Params: ...
+    def load(self, state: Params) -> None: ...
+
+
+def all_sent(count: int, layers: Layers) -> Tensor:
+    return torch.ones(count, len(layers), dtype=torch.bool)

@@ -1,0 +1,1 @@
+"""Files to arrays (datasets), labels to indices (partition), arrays to clients (federation)."""

@@ -1,0 +1,119 @@
+"""What the two simulating engines share: everybody's private state, data on the device, and which state counts."""
+
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pfedla.contracts import Algorithm, ClientMetrics, ClientState, Cohort, LocalData, Params, Payload, Recalibrate, Trained
+from pfedla.data.federation import Federation
+from pfedla.errors import PfedlaError
+from pfedla.models import ClassificationTask
+from pfedla.seeds import generator
+
+TRAINED = "__trained__"
+RECALIBRATION_EXAMPLES = 2048
+
+
+class SimulatedClients(ABC):
+    """Implements the Engine contract; a subclass says how `local_update` and evaluation are mapped over clients."""
+
+    def __init__(
+        self, algorithm: Algorithm, federation: Federation, *, device: str = "cpu", threads: int = 0,
+        recalibrate: Recalibrate = "unsampled",
+    ) -> None:  # fmt: skip
+        self.device = _device(device)
+        assert isinstance(algorithm.task, ClassificationTask)
+        self.algorithm = dataclasses.replace(algorithm, task=algorithm.task.to(self.device))
+        self.federation = federation
+        self.threads = threads or os.cpu_count() or 1
+        self.recalibrate = recalibrate
+        initial = self.algorithm.init_client()
+        self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
+        self._trained = torch.zeros(len(federation), dtype=torch.bool)
+        self._pending: dict[int, ClientState] = {}
+
+    @abstractmethod
+    def train(self, cohort: Cohort, downloads: Payload) -> Trained: ...
+    @abstractmethod
+    def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics: ...
+
+    def commit(self, accepted: Tensor) -> None:
+        for client in accepted.tolist():
+            self._clients[client] = self._pending[client]
+            self._trained[client] = True
+        self._pending = {}
+
+    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
+        downloads = self._on_device(downloads)
+        models = [self._personal(client, downloads.rows(row)) for row, client in enumerate(cohort.ids.tolist())]
+        return [{name: value.cpu() for name, value in model.items()} for model in models]
+
+    def state(self) -> Params:
+        """Everybody's private state, stacked, and who has trained."""
+        stacked = {
+            name: torch.stack([client[name].cpu() for client in self._clients]) for name in self._clients[0]
+        }
+        return {**stacked, TRAINED: self._trained.clone()}
+
+    def load(self, state: Params) -> None:
+        self._trained = state[TRAINED].clone()
+        private = {name: value.to(self.device) for name, value in state.items() if name != TRAINED}
+        self._clients = [{name: value[i] for name, value in private.items()} for i in range(len(self.federation))]
+
+    def __enter__(self) -> Self:
+        # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is cut up.
+        self._outer_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.set_num_threads(self._outer_threads)
+
+    # For one client
+
+    def _local_data(self, cohort: Cohort, client: int) -> LocalData:
+        examples = self.federation.train[client]
+        draws = generator(cohort.seed, "batches", cohort.round, client)
+        epochs = self.algorithm.training.epochs
+        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(epochs)])
+        return LocalData(self._inputs(examples.x), examples.y.to(self.device), order.to(self.device))
+
+    def _test_data(self, client: int) -> tuple[Tensor, Tensor]:
+        examples = self.federation.test[client]
+        return self._inputs(examples.x), examples.y.to(self.device)
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        return self.federation.normalised(x.to(self.device))
+
+    def _personal(self, client: int, download: Payload) -> Params:
+        """The personal model; a client that never trained has no statistics of its own, they are estimated on a copy."""
+        model = self.algorithm.personalize(self._clients[client], download)
+        return self._recalibrated(model, client) if self._needs_recalibration(client) else model
+
+    def _needs_recalibration(self, client: int) -> bool:
+        if not self.algorithm.task.layers.statistics or self.recalibrate == "never":
+            return False
+        return self.recalibrate == "always" or not self._trained[client]
+
+    def _recalibrated(self, model: Params, client: int) -> Params:
+        x = self.federation.train[client].x[:RECALIBRATION_EXAMPLES]
+        with torch.no_grad():
+            return self.algorithm.task.recalibrated(model, self._inputs(x))
+
+    def _on_device(self, payload: Payload) -> Payload:
+        return Payload({name: v.to(self.device) for name, v in payload.tensors.items()}, payload.sent.to(self.device))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise PfedlaError(f"device {name!r} cannot be used here ({reason}); cpu always can") from None
+    return device

@@ -1,0 +1,96 @@
+"""What a layer is, and the one primitive of layer-wise aggregation.
+
+A layer is one module's weight and bias. A BatchNorm module is a layer of its own: its γ and β are mixed, its running
+statistics (`Layers.statistics`) stay on the client unless an algorithm sends them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from pfedla.errors import unknown
+from pfedla.tree import Params
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which layer each tensor of a model belongs to.
+
+    >>> layers = Layers.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> layers.names, layers.num_parameters
+    (('0', '2'), (15, 8))
+    """
+
+    names: tuple[str, ...]
+    index: Mapping[str, int]  # tensor name -> position in `names`
+    statistics: frozenset[str]  # the tensors that are not trained: buffers, and parameters that are frozen
+    num_parameters: tuple[int, ...]  # per layer, statistics left out
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        names: list[str] = []
+        sizes: list[int] = []
+        index: dict[str, int] = {}
+        seen: set[int] = set()
+        statistics: set[str] = set()
+        orphans: list[str] = []  # statistics before any layer: they go with the first
+        for module_name, part in module.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            own = {prefix + name: p for name, p in part.named_parameters(recurse=False) if id(p) not in seen}
+            seen.update(map(id, own.values()))  # a tied weight counts once, where it first stands
+            trained = [name for name, parameter in own.items() if parameter.requires_grad]
+            if trained:
+                names.append(module_name or "model")
+                sizes.append(sum(own[name].numel() for name in trained))
+                index.update(dict.fromkeys(trained, len(names) - 1))
+            rest = [name for name in own if name not in trained]
+            rest += [prefix + name for name, _ in part.named_buffers(recurse=False)]
+            statistics.update(rest)
+            if names:
+                index.update(dict.fromkeys(rest, len(names) - 1))
+            else:
+                orphans += rest
+        index.update(dict.fromkeys(orphans, 0))
+        return cls(tuple(names), index, frozenset(statistics), tuple(sizes))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def positions(self, names: Iterable[str]) -> list[int]:
+        """Positions of layers given by name; an unknown name is refused with the choices."""
+        found = []
+        for name in names:
+            if name not in self.names:
+                raise unknown("layer", name, self.names)
+            found.append(self.names.index(name))
+        return found
+
+    def parameters(self, tensors: Params) -> Params:
+        return {name: value for name, value in tensors.items() if name not in self.statistics}
+
+    def only_statistics(self, tensors: Params) -> Params:
+        return {name: value for name, value in tensors.items() if name in self.statistics}
+
+
+def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
+    """Layer-wise aggregation: receiver i gets, of each layer, the senders' tensors weighted by alpha[i, layer, :].
+
+    alpha: [receivers, layers, senders]; models: stacked over the senders; the result is stacked over the receivers (Eq. 5-6).
+
+    >>> layers = Layers.of(nn.Linear(1, 1))
+    >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
+    >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
+    {'weight': 3.0, 'bias': 2.5}
+    """
+    return {
+        name: (alpha[:, layers.index[name]].to(value.dtype) @ value.flatten(1)).view(-1, *value.shape[1:])
+        for name, value in models.items()
+    }
+
+
+def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:
+    """One client's model: the received tensor where its layer was sent, else the client's own."""
+    return {name: torch.where(sent[layers.index[name]], value, own[name]) for name, value in received.items()}

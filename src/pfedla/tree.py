@@ -1,0 +1,44 @@
+"""Stacked dictionaries: the same names, one leading client axis."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+
+
+def take(stacked: Params, index: Tensor | int) -> Params:
+    """The rows of `index`; a number takes one client's and drops the axis (a view, not a copy)."""
+    return {name: value[index] for name, value in stacked.items()}
+
+
+def put(stacked: Params, index: Tensor, rows: Params) -> Params:
+    """A copy of `stacked` in which the rows of `index` are replaced."""
+    return {name: value.index_copy(0, index, rows[name]) for name, value in stacked.items()}
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]} if trees else {}
+
+
+def repeat(tree: Params, count: int) -> Params:
+    """`count` equal rows, as views of one."""
+    return {name: value.expand(count, *value.shape) for name, value in tree.items()}
+
+
+def weighted_mean(stacked: Params, weights: Tensor) -> Params:
+    """Mean over the client axis; `weights` need not sum to one. Integers are counters: the largest is taken, never a mean."""
+    share = weights / weights.sum()
+    return {
+        name: (share.to(value.dtype) @ value.flatten(1)).view(value.shape[1:])
+        if value.is_floating_point()
+        else value.amax(0)
+        for name, value in stacked.items()
+    }
+
+
+def finite_rows(stacked: Params) -> Tensor | None:
+    """For every row whether all its numbers are finite; None if there is nothing to look at."""
+    rows = [value.flatten(1).isfinite().all(1) for value in stacked.values() if value.is_floating_point()]
+    return torch.stack(rows).all(0) if rows else None
