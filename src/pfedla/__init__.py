@@ -19,18 +19,22 @@ _HOME = {
     "simulate": "pfedla.simulation",
     "Simulation": "pfedla.simulation",
     "Experiment": "pfedla.experiment",
-    "run": "pfedla.experiment",
+    "run": "pfedla.results",
     "PfedlaError": "pfedla.errors",
 }
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604, RUF100
+__all__ = [
+    "Experiment", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Simulation", "__version__",
+    "federation_of", "layer_gradient", "mix", "run", "simulate", "task_of",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from pfedla.data.federation import Federation, federation_of
     from pfedla.errors import PfedlaError
-    from pfedla.experiment import Experiment, run
+    from pfedla.experiment import Experiment
     from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
     from pfedla.layers import Layers, mix
     from pfedla.models import task_of
+    from pfedla.results import run
     from pfedla.simulation import Simulation, simulate
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfedla.contracts import Payload
@@ -13,7 +14,7 @@ FLOAT_BYTES = 4
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
     """Bytes per client of a stacked payload."""
-    total = payload.sent.new_zeros(len(payload.sent), dtype=int)
+    total = torch.zeros(len(payload.sent), dtype=torch.int64)
     for name, value in payload.tensors.items():
         total += payload.sent[:, layers.index[name]] * (value[0].numel() * value.element_size())
     return total

@@ -74,7 +74,7 @@ class LayerWeightHypernetwork:
 
     def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
         """Move embedding and weights along the product of `gradient` = dObjective/dalpha with the Jacobian (Eq. 10-11)."""
-        _, pull_back = vjp(lambda all_tensors: self.alpha(all_tensors, own), tensors)
+        pull_back = vjp(lambda all_tensors: self.alpha(all_tensors, own), tensors)[1]
         (ascent,) = pull_back(gradient)
         return {name: torch.add(value, ascent[name], alpha=lr) for name, value in tensors.items()}
 

@@ -33,13 +33,13 @@ class Round(NamedTuple):
 
 def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: int) -> Cohort:
     """A random share of the clients, at least one, ascending."""
-    count = max(1, round_half_up(participation * len(num_examples)))
+    count = participants(len(num_examples), participation)
     ids = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))[:count].sort().values
     return Cohort(round, seed, ids, num_examples[ids])
 
 
-def round_half_up(value: float) -> int:
-    return int(value + 0.5)
+def participants(num_clients: int, participation: float) -> int:
+    return max(1, int(participation * num_clients + 0.5))
 
 
 def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
@@ -102,12 +102,10 @@ def refuse_bad(trained: Trained, downloads: Payload) -> tuple[Tensor, Trained, P
     return trained.cohort.ids[~finite], accepted, downloads.rows(finite)
 
 
-def evaluate_all(
-    algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort
-) -> tuple[ClientMetrics, int]:
+def evaluate_all(algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort) -> tuple[ClientMetrics, int]:
     """The personal models that the cohort would get now, and the bytes it takes to send them."""
     parts, sent_bytes = [], 0
-    for rows in torch.arange(len(cohort.ids)).split(EVALUATION_CHUNK):
+    for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
         chunk = cohort.only(rows)
         downloads = algorithm.download(server, chunk)
         sent_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())

@@ -1,6 +1,6 @@
 """The Python entry: a federation and a model in, personal models and alpha out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ def simulate_method(
     """`simulate` for an algorithm that is built already."""
     num_clients = len(federation)
     method.check(num_clients)
-    after_training = torch.full((num_clients,), torch.nan)
+    after_training = torch.full((num_clients,), torch.nan, dtype=torch.float64)
     alphas: list[Tensor] = []
     alpha_rounds: list[int] = []
     interval = snapshot_interval(rounds, num_clients, len(method.task.layers))
@@ -106,9 +106,7 @@ def simulate_method(
             alphas.append(alpha)
             alpha_rounds.append(number)
 
-    clients = create_engine(
-        engine, method, federation, device=device, threads=threads, recalibrate=recalibrate
-    )
+    clients = create_engine(engine, method, federation, device=device, threads=threads, recalibrate=recalibrate)
     with clients:
         server = method.init_server(num_clients, seed)
         snapshot(0, method.alpha(server))

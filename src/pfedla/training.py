@@ -33,18 +33,16 @@ def sgd(task: Task, tensors: Params, data: LocalData, training: LocalTraining) -
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
         for start, stop in batch_bounds(len(y), training.batch_size):
             gradients, (loss, statistics) = gradient(parameters, statistics, x[start:stop], y[start:stop])
-            parameters = {
-                name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in parameters.items()
-            }
+            parameters = {name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in parameters.items()}
             losses.append(loss)
     return {**parameters, **statistics}, torch.stack(losses).mean()
 
 
 def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Accuracy and mean cross-entropy of one model on one client's data."""
-    correct, loss = torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+    """How many examples of one client's data a model gets right, and its mean cross-entropy on them."""
+    correct, loss = torch.zeros((), dtype=torch.int64, device=x.device), torch.zeros((), device=x.device)
     for start in range(0, len(y), EVALUATION_BATCH):
         logits, target = task.logits(tensors, x[start : start + EVALUATION_BATCH]), y[start : start + EVALUATION_BATCH]
         correct = correct + (logits.argmax(-1) == target).sum()
         loss = loss + F.cross_entropy(logits, target, reduction="sum")
-    return correct / len(y), loss / len(y)
+    return correct, loss / len(y)

@@ -31,9 +31,7 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     """Mean over the client axis; `weights` need not sum to one. Integers are counters: the largest is taken, never a mean."""
     share = weights / weights.sum()
     return {
-        name: (share.to(value.dtype) @ value.flatten(1)).view(value.shape[1:])
-        if value.is_floating_point()
-        else value.amax(0)
+        name: (share.to(value.dtype) @ value.flatten(1)).view(value.shape[1:]) if value.is_floating_point() else value.amax(0)
         for name, value in stacked.items()
     }
 

@@ -112,8 +112,7 @@ def _download(name: str, url: str, files: dict[str, str]) -> Path:
 def read_idx(path: Path) -> Array:
     """An IDX file of unsigned bytes, gzipped or not; damage is named."""
     try:
-        opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-        with opened as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
             if zeros != 0 or kind != 8 or not 1 <= dimensions <= 4:
                 raise PfedlaError(f"{path}: not an IDX file of unsigned bytes; fetch it anew")

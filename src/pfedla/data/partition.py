@@ -24,7 +24,7 @@ class Split(NamedTuple):
 def shares_to_counts(shares: Array, total: int) -> Array:
     """Whole numbers closest to total * shares with the exact sum (largest remainders; ties to the first)."""
     exact = total * shares / shares.sum()
-    counts = np.floor(exact + 1e-9).astype(np.int64)
+    counts: Array = np.floor(exact + 1e-9).astype(np.int64)
     order = np.argsort(-(exact - counts), kind="stable")
     counts[order[: total - counts.sum()]] += 1
     return counts

@@ -3,18 +3,32 @@
 import dataclasses
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, ClientMetrics, ClientState, Cohort, LocalData, Params, Payload, Recalibrate, Trained
+from pfedla.contracts import (
+    Algorithm,
+    ClientMetrics,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    Recalibrate,
+    Trained,
+)
 from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
 from pfedla.models import ClassificationTask
 from pfedla.seeds import generator
+from pfedla.tree import stack, take
 
+Test = tuple[Tensor, Tensor]  # examples right, mean loss
 TRAINED = "__trained__"
 RECALIBRATION_EXAMPLES = 2048
 
@@ -38,9 +52,29 @@ class SimulatedClients(ABC):
         self._pending: dict[int, ClientState] = {}
 
     @abstractmethod
-    def train(self, cohort: Cohort, downloads: Payload) -> Trained: ...
+    def _train(self, cohort: Cohort, downloads: Payload) -> list[tuple[LocalResult, Test]]:
+        """Every client's local update and the test of its trained model, in the order of the cohort."""
+
     @abstractmethod
-    def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics: ...
+    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
+        """The test of every client's personal model, in the order of the cohort."""
+
+    def train(self, cohort: Cohort, downloads: Payload) -> Trained:
+        results, tests = zip(*self._train(cohort, self._on_device(downloads)), strict=True)
+        self._pending = {client: result.client for client, result in zip(cohort.ids.tolist(), results, strict=True)}
+        uploads = Payload(
+            {name: value.cpu() for name, value in stack([result.upload.tensors for result in results]).items()},
+            torch.stack([result.upload.sent for result in results]).cpu(),
+        )
+        losses = torch.stack([result.loss for result in results]).cpu()
+        return Trained(cohort, uploads, losses, self._metrics(cohort, tests))
+
+    def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
+        return self._metrics(cohort, self._evaluate(cohort, self._on_device(downloads)))
+
+    def _metrics(self, cohort: Cohort, tests: Sequence[Test]) -> ClientMetrics:
+        correct, loss = (torch.stack(values).cpu().double() for values in zip(*tests, strict=True))
+        return ClientMetrics(correct / torch.tensor([len(self.federation.test[i].y) for i in cohort.ids]), loss)
 
     def commit(self, accepted: Tensor) -> None:
         for client in accepted.tolist():
@@ -55,15 +89,13 @@ class SimulatedClients(ABC):
 
     def state(self) -> Params:
         """Everybody's private state, stacked, and who has trained."""
-        stacked = {
-            name: torch.stack([client[name].cpu() for client in self._clients]) for name in self._clients[0]
-        }
+        stacked = {name: value.cpu() for name, value in stack(self._clients).items()}
         return {**stacked, TRAINED: self._trained.clone()}
 
     def load(self, state: Params) -> None:
         self._trained = state[TRAINED].clone()
         private = {name: value.to(self.device) for name, value in state.items() if name != TRAINED}
-        self._clients = [{name: value[i] for name, value in private.items()} for i in range(len(self.federation))]
+        self._clients = [take(private, client) for client in range(len(self.federation))]
 
     def __enter__(self) -> Self:
         # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is cut up.

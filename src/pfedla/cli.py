@@ -1,0 +1,321 @@
+"""The command line. torch is imported inside the commands, so that --help answers at once."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pfedla.errors import PfedlaError
+
+if TYPE_CHECKING:
+    from pfedla.comparison import Comparison
+
+app = typer.Typer(
+    help="Personalised federated learning: learn how much of each layer to borrow from whom.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="The data sets: what there is and where.", invoke_without_command=True)
+app.add_typer(data_app, name="data")
+out_console = Console(highlight=False)
+
+File = Annotated[Path | None, typer.Argument(help="Experiment file (TOML); options lay over it.", metavar="[EXPERIMENT.toml]")]
+Dataset = Annotated[str | None, typer.Option("--dataset", "-d", help="digits, fashion-mnist or a file.npz with x, y.")]
+Partition = Annotated[
+    str | None,
+    typer.Option(help="classes: 4 classes a client (non-IID_1); dominant: all, 2 prevail (non-IID_2); client: as in the file."),
+]
+Clients = Annotated[int | None, typer.Option(help="Number of clients [10].")]
+Samples = Annotated[int | None, typer.Option(help="Examples per client, training and test [600; digits: all there is].")]
+Participation = Annotated[float | None, typer.Option(help="Share of the clients in each round [1.0].")]
+Rounds = Annotated[int | None, typer.Option(help="Rounds of training [20].")]
+LocalEpochs = Annotated[int | None, typer.Option(help="Local epochs a round [5].")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate of the clients [the paper's for the data set].")]
+BatchSize = Annotated[int | None, typer.Option(help="Local batch size [32].")]
+Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp [by the data's shape].")]
+Engine = Annotated[str | None, typer.Option(help="threaded, or vectorized (vmap: GPUs and small nets) [threaded].")]
+Threads = Annotated[int | None, typer.Option(help="Clients trained at once; does not change the results [one per core].")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, … [cpu].")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist [runs/…].")]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
+
+# Option name -> where it stands in the experiment file.
+PLACES = {
+    "dataset": ("data", "dataset"), "partition": ("data", "partition"), "clients": ("data", "clients"),
+    "samples": ("data", "samples_per_client"), "participation": ("participation",), "rounds": ("rounds",),
+    "local_epochs": ("training", "local_epochs"), "lr": ("training", "lr"), "batch_size": ("training", "batch_size"),
+    "model": ("model",), "seed": ("seed",), "engine": ("engine", "name"), "threads": ("engine", "threads"),
+    "device": ("engine", "device"), "algorithm": ("algorithm", "name"),
+}  # fmt: skip
+
+
+def _values(options: dict[str, Any]) -> dict[str, Any]:
+    """The experiment file, the options that were given, then --set: each lies over the one before."""
+    from pfedla.experiment import overlay, read_toml, with_setting
+
+    values = read_toml(options["file"]) if options.get("file") else {}
+    for name, place in PLACES.items():
+        if (value := options.get(name)) is not None:
+            nested: Any = value
+            for key in reversed(place):
+                nested = {key: nested}
+            values = overlay(values, nested)
+    for setting in options.get("setting") or []:
+        values = with_setting(values, setting)
+    return values
+
+
+@app.command()
+def run(
+    file: File = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", "-a", help="See `pfedla algorithms` [pfedla].")] = None,
+    dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
+    participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
+    batch_size: BatchSize = None, model: Model = None,
+    seed: Annotated[int | None, typer.Option(help="Every draw comes from it [0].")] = None,
+    engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, setting: Setting = None,
+    quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train one algorithm on a federation; leaves a run folder with numbers, personal models and pictures.
+
+    Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
+    """
+    values = _values(locals())
+    from pfedla.console import Reporter
+    from pfedla.experiment import Experiment, build
+    from pfedla.results import RunFolder, free_folder, run_built
+
+    built = build(Experiment.parse(values))
+    folder = RunFolder(out or free_folder(built.experiment))
+    with Reporter(built.experiment.rounds, quiet or as_json) as reporter:
+        reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
+        result = run_built(built, folder, reporter.on_round)
+    if as_json:
+        print(json.dumps(result))
+    elif not quiet:
+        _print_result(result, folder.path)
+
+
+def _print_result(result: dict[str, Any], folder: Path) -> None:
+    from pfedla.communication import MIB
+
+    table = Table(title=f"{result['algorithm']} on {result['dataset']}, {result['clients']} clients", title_justify="left")
+    for heading in ("test accuracy, last round", "mean", "std", "lowest tenth", "worst"):
+        table.add_column(heading, justify="left" if heading.startswith("test") else "right")
+    for label, key in (("personal models", "accuracy"), ("after local training", "accuracy_after_training")):
+        numbers = [result[key][part] for part in ("mean", "std", "p10", "worst")]
+        table.add_row(label, *("–" if number is None else f"{100 * number:.1f} %" for number in numbers))
+    out_console.print(table)
+    traffic = result["traffic"]
+    out_console.print(
+        f"traffic {traffic['down_bytes'] / MIB:.2f} MiB down, {traffic['up_bytes'] / MIB:.2f} MiB up; "
+        f"{result['seconds']['total']:.1f} s; results and pictures in {folder}",
+        soft_wrap=True,
+    )
+    if result["refused_uploads"]:
+        out_console.print(f"{result['refused_uploads']} uploads were not finite and were refused; a smaller --lr may help")
+
+
+@app.command()
+def compare(
+    file: File = None,
+    algorithms: Annotated[
+        str, typer.Option("--algorithms", "-a", help="Names separated by commas, or all.")
+    ] = "all",
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas; the table has mean ± std over them.")] = "0",
+    dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
+    participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
+    batch_size: BatchSize = None, model: Model = None, engine: Engine = None, threads: Threads = None,
+    device: Device = None, out: Out = None, setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train several algorithms on the same federation and seeds; one table, one picture.
+
+    Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
+    """
+    values = _values(locals())
+    from pfedla.algorithms import ALGORITHMS
+    from pfedla.comparison import compare as compare_all
+    from pfedla.comparison import plan
+    from pfedla.console import Reporter
+
+    names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
+    numbers = [_seed(word) for word in dict.fromkeys(_words(seeds))]
+    if not names or not numbers:
+        raise PfedlaError("give at least one algorithm and one seed")
+    total = sum(experiment.rounds for _, _, experiment in plan(values, names, numbers))
+    with Reporter(total, quiet or as_json) as reporter:
+        comparison = compare_all(values, names, numbers, out, reporter.begin, reporter.on_round)
+    if as_json:
+        print((comparison.folder / "comparison.json").read_text(encoding="utf-8"))
+    elif not quiet:
+        _print_comparison(comparison)
+
+
+def _print_comparison(comparison: "Comparison") -> None:
+    from pfedla.comparison import COLUMNS
+
+    table = Table()
+    for heading in ("algorithm", *COLUMNS):
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    for row in comparison.rows:
+        table.add_row(row.algorithm, *row.cells())
+        if row.reason:
+            table.caption = f"– {row.algorithm}: {row.reason}"
+    out_console.print(table)
+    out_console.print("Test accuracy on every client's own data, last round; MiB down and up in all.")
+    for path in [comparison.folder / "comparison.md", *sorted(comparison.folder.rglob("*.png"))]:
+        out_console.print(f"  {path}", soft_wrap=True)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _seed(word: str) -> int:
+    if not word.isdecimal():
+        raise PfedlaError(f"--seeds: {word!r} is not a whole number; write for example --seeds 0,1,2")
+    return int(word)
+
+
+@app.command()
+def algorithms(as_json: Json = False) -> None:
+    """The algorithms and their options, with defaults."""
+    from pfedla.algorithms import ALGORITHMS, options_model
+
+    defaults = {name: options_model(kind)().model_dump() for name, kind in ALGORITHMS.items()}
+    if as_json:
+        print(json.dumps(defaults))
+        return
+    table = Table("algorithm", "what it does", "options (--set algorithm.…)")
+    for name, kind in ALGORITHMS.items():
+        table.add_row(name, kind.summary, "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items()))
+    out_console.print(table)
+
+
+@data_app.callback()
+def data() -> None:
+    """The data sets: their shape, and where each would be read from."""
+    from pfedla.data.datasets import KNOWN, data_directory, fashion_mnist_folder
+
+    places = {"digits": "embedded", "fashion-mnist": str(fashion_mnist_folder() or "downloaded when first used")}
+    table = Table("data set", "shape", "classes", "what", "where")
+    for name, entry in KNOWN.items():
+        shape = "x".join(map(str, entry.shape))
+        where = places.get(name, "shape only (pfedla communication)")
+        table.add_row(name, shape, str(entry.num_classes), entry.summary, where)
+    table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
+    out_console.print(table)
+    out_console.print(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)", soft_wrap=True)
+
+
+@app.command()
+def communication(
+    dataset: Annotated[str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, cifar100, digits.")],
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 75,
+    participation: Annotated[float, typer.Option(help="Share of the clients in each round.")] = 1.0,
+    retain: Annotated[str, typer.Option(help="Layers kept at home in every round, separated by commas: fc3,fc1.")] = "",
+    model: Annotated[str, typer.Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """What a run sends, in MiB (2^20 bytes): computed from the model, no data needed. Retained layers save the download."""
+    import torch
+
+    from pfedla.communication import MIB, planned_traffic
+    from pfedla.data.datasets import known
+    from pfedla.layers import Layers
+    from pfedla.models import build_model, model_for
+    from pfedla.rounds import participants
+
+    entry = known(dataset)
+    if not 0 < participation <= 1:
+        raise PfedlaError(f"participation = {participation} is not possible: it should be above 0 and at most 1")
+    name = model_for(entry.shape) if model == "auto" else model
+    layers = Layers.of(build_model(name, entry.shape, entry.num_classes, torch.Generator()))
+    retained = layers.positions(_words(retain))
+    traffic = planned_traffic(layers, participants(clients, participation), rounds, retained)
+    mebibytes = [count / MIB for count in (traffic.down_bytes, traffic.up_bytes, traffic.down_bytes + traffic.up_bytes)]
+    if as_json:
+        print(json.dumps(dict(zip(("down_mib", "up_mib", "total_mib"), mebibytes, strict=True))))
+        return
+    table = Table("layer", "parameters", "sent down", title=f"{name} on {dataset}", title_justify="left")
+    for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):
+        table.add_row(layer, f"{size:,}", "no" if position in retained else "yes")
+    table.add_row("all", f"{sum(layers.num_parameters):,}", "")
+    out_console.print(table)
+    down, up, total = mebibytes
+    out_console.print(f"{total:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
+
+
+Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+Client = Annotated[int, typer.Option("--client", "-c", help="Whose personal model.")]
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    client: Client,
+    data: Annotated[Path | None, typer.Option(help="file.npz with x, y [the client's test split of the run].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Test a client's personal model on a file, or on the client's own test split."""
+    from pfedla.personal import evaluate_personal, load_personal
+
+    result = evaluate_personal(load_personal(run, client), data)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        where = data or "its test split"
+        out_console.print(
+            f"client {client} on {where}: accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} "
+            f"({result['examples']} examples)",
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def export(
+    run: Run,
+    client: Client,
+    out: Annotated[Path | None, typer.Option(help="New folder for the files [RUN/export/client-<id>].")] = None,
+) -> None:
+    """Take a personal model out: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
+    from pfedla.personal import export_personal, load_personal
+
+    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{client}"):
+        out_console.print(str(path), soft_wrap=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from pfedla import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Personalised federated learning: learn how much of each layer to borrow from whom."""
+
+
+def main() -> None:
+    try:
+        app()
+    except PfedlaError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {error}", soft_wrap=True)
+        sys.exit(2)

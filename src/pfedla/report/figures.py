@@ -1,0 +1,133 @@
+"""Pictures of a run folder, and of several."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+Array = npt.NDArray[Any]
+DPI = 150
+
+
+def read_rounds(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def read_alpha(run: Path) -> tuple[Array, list[str], list[int]] | None:
+    """alpha [snapshots, clients, layers, clients], layer names, rounds; None if the run has none."""
+    path = run / "alpha.safetensors"
+    if not path.exists():
+        return None
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+        return file.get_tensor("alpha"), json.loads(metadata["layers"]), json.loads(metadata["rounds"])
+
+
+def draw_run(run: Path) -> list[Path]:
+    """All pictures of one run; returns their paths."""
+    drawn = [draw_learning_curve(run)]
+    if (found := read_alpha(run)) is not None:
+        alpha, layers, rounds = found
+        drawn += [draw_alpha(run, alpha[-1], layers, rounds[-1]), draw_self_weight(run, alpha, layers, rounds)]
+    return drawn
+
+
+def _subplots(*args: Any, **kwargs: Any) -> Any:
+    import matplotlib.figure
+
+    # No pyplot: nothing global, so it works in any thread and leaves no window behind.
+    figure = matplotlib.figure.Figure(layout="constrained", **kwargs)
+    return figure, figure.subplots(*args, squeeze=False)
+
+
+def draw_learning_curve(run: Path) -> Path:
+    rounds = read_rounds(run)
+    figure, axes = _subplots(figsize=(6, 3.6))
+    axis = axes[0, 0]
+    x = [line["round"] for line in rounds]
+    mean = 100 * np.array([line["accuracy"]["mean"] for line in rounds])
+    p10 = 100 * np.array([line["accuracy"]["p10"] for line in rounds])
+    after = [np.nan if (v := line["accuracy_after_training"]) is None else 100 * v for line in rounds]
+    marker = "o" if len(x) < 15 else None
+    axis.plot(x, mean, color="C0", marker=marker, markersize=3, label="personal models, mean of clients")
+    axis.plot(x, p10, color="C0", linestyle=":", label="personal models, lowest tenth of clients")
+    axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
+    result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(result))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return _save(figure, run / "learning_curve.png")
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    where = f"{Path(result['dataset']).stem}, {result['partition']}"
+    return f"{result['algorithm']} on {where}, {result['clients']} clients, seed {result['seed']}"
+
+
+def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> Path:
+    """One heat map per layer: rows receive, columns send."""
+    columns = min(4, len(layers))
+    rows = -(-len(layers) // columns)
+    figure, axes = _subplots(rows, columns, figsize=(2.9 * columns + 0.8, 2.9 * rows + 0.5))
+    for axis in axes.flat[len(layers) :]:
+        axis.set_axis_off()
+    for layer, name in enumerate(layers):
+        axis = axes.flat[layer]
+        picture = axis.imshow(alpha[:, layer], vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("sender", fontsize=8)
+        axis.set_ylabel("receiver", fontsize=8)
+        ticks = np.unique(np.linspace(0, len(alpha) - 1, min(len(alpha), 10)).round().astype(int))
+        axis.set_xticks(ticks)
+        axis.set_yticks(ticks)
+        axis.tick_params(labelsize=7)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="weight")
+    figure.suptitle(f"Who borrows which layer from whom, after round {after_round}", fontsize=11)
+    return _save(figure, run / "alpha.png")
+
+
+def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[int]) -> Path:
+    """How much of each layer the clients keep of their own, over the rounds."""
+    figure, axes = _subplots(figsize=(6, 3.6))
+    axis = axes[0, 0]
+    own = np.diagonal(alpha, axis1=1, axis2=3)  # [snapshots, layers, clients]
+    for layer, name in enumerate(layers):
+        values = own[:, layer]
+        axis.plot(rounds, values.mean(-1), label=name, color=f"C{layer}")
+        axis.fill_between(rounds, values.min(-1), values.max(-1), alpha=0.1, color=f"C{layer}")
+    axis.axhline(1 / alpha.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
+    axis.set(
+        xlabel="round",
+        ylabel="self-weight",
+        title="Self-weight per layer: mean and range of the clients",
+        ylim=(0, 1.02),
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, ncols=2)
+    return _save(figure, run / "self_weight.png")
+
+
+def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
+    """Learning curves of several algorithms: the mean over seeds, and their range."""
+    figure, axes = _subplots(figsize=(6.5, 4))
+    axis = axes[0, 0]
+    for position, (name, folders) in enumerate(runs.items()):
+        lines = [read_rounds(folder) for folder in folders]
+        curves = 100 * np.array([[line["accuracy"]["mean"] for line in one] for one in lines])
+        x = [line["round"] for line in lines[0]]
+        axis.plot(x, curves.mean(0), label=name, color=f"C{position}")
+        if len(curves) > 1:
+            axis.fill_between(x, curves.min(0), curves.max(0), alpha=0.15, color=f"C{position}")
+    axis.set(xlabel="round", ylabel="test accuracy (%)", title="Personal models, mean of all clients")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=DPI)
+    return path
