@@ -136,7 +136,7 @@ def load_npz(path: Path) -> Dataset:
             found = file.files
     except FileNotFoundError:
         raise PfedlaError(f"{path}: no such file") from None
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
         raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({error})") from error
     if missing := {"x", "y"} - arrays.keys():
         raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {', '.join(found) or 'nothing'}")

@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow check bench install
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install  ## four methods on ten unlike clients: a table and pictures
+	$(BIN)/pfedla compare -a local,fedavg,pfedla,heurpfedla -d digits --clients 10 --rounds 20
+
+check: install  ## lint, types, import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## what must pass before a change lands
+	$(BIN)/pytest -m "not slow"
+
+test-slow: install  ## the longer tests: real data, convergence
+	$(BIN)/pytest -m slow
+
+bench: install  ## seconds per round of both engines beside a textbook loop
+	$(BIN)/python benchmarks/bench_round.py

@@ -1,0 +1,121 @@
+"""One toy federation: six clients of unequal sizes, a tiny net. No mocks."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pfedla.algorithms import create
+from pfedla.cli import main
+from pfedla.contracts import Algorithm, LocalTraining, Params, ServerState
+from pfedla.data.datasets import fashion_mnist_folder
+from pfedla.data.federation import Examples, Federation
+from pfedla.engines import create_engine
+from pfedla.models import task_of
+from pfedla.rounds import Round, run_rounds
+
+FEATURES, CLASSES = 6, 3
+SIZES = (9, 14, 9, 20, 14, 9)
+
+
+class TinyNet(nn.Module):
+    def __init__(self, batch_norm: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.fc1 = nn.Linear(FEATURES, 5)
+            self.bn = nn.BatchNorm1d(5) if batch_norm else nn.Identity()
+            self.fc2 = nn.Linear(5, CLASSES)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.bn(self.fc1(x))))
+
+
+def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
+    """Every client labels by a linear rule of its own, close to its neighbour's."""
+    generator = torch.Generator().manual_seed(seed)
+    rule = torch.randn(FEATURES, CLASSES, generator=generator)
+
+    def examples(count: int, client: int) -> Examples:
+        x = torch.randn(count, FEATURES, generator=generator) + 0.3 * client
+        return Examples(x, (x @ rule.roll(client // 2, 1)).argmax(1))
+
+    train = [examples(size, client) for client, size in enumerate(sizes)]
+    test = [examples(7, client) for client in range(len(sizes))]
+    return Federation(train, test, tuple(map(str, range(CLASSES))))
+
+
+def make(
+    name: str, *, batch_norm: bool = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
+) -> Algorithm:
+    return create(name, task_of(TinyNet(batch_norm)), LocalTraining(lr, epochs, batch_size), options)
+
+
+def play(
+    algorithm: Algorithm, federation: Federation, *, rounds: range = range(1, 4), participation: float = 1.0,
+    engine: str = "threaded", threads: int = 2, evaluate_every: int = 1, seed: int = 0,
+    server: ServerState | None = None, clients: Params | None = None,
+) -> tuple[list[Round], Params]:  # fmt: skip
+    """Rounds played, and everybody's private state after them."""
+    server = server or algorithm.init_server(len(federation), seed)
+    with create_engine(engine, algorithm, federation, device="cpu", threads=threads, recalibrate="unsampled") as where:
+        if clients is not None:
+            where.load(clients)
+        played = list(
+            run_rounds(
+                algorithm, where, federation.num_examples, server, rounds=rounds, participation=participation,
+                evaluate_every=evaluate_every, seed=seed,
+            )
+        )  # fmt: skip
+        return played, where.state()
+
+
+def flat(state: ServerState) -> Params:
+    return {f"{group}/{name}": value for group, tensors in state.items() for name, value in tensors.items()}
+
+
+def assert_same(left: Params, right: Params, tolerance: float = 0.0) -> None:
+    """Bit for bit, unless a tolerance is given."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.fixture
+def federation() -> Federation:
+    return toy_federation()
+
+
+@pytest.fixture
+def pfedla(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process, in an empty folder: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["pfedla", *map(str, args)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def fashion_mnist() -> None:
+    """Needs the real files; where CI promises them, their absence is a failure."""
+    if fashion_mnist_folder() is None:
+        if os.environ.get("PFEDLA_REQUIRE_DATA"):
+            pytest.fail("Fashion-MNIST is not there, though PFEDLA_REQUIRE_DATA is set")
+        pytest.skip("Fashion-MNIST is not there (data directory or Debian's dataset-fashion-mnist)")

@@ -1,0 +1,175 @@
+"""What every algorithm of the registry must do."""
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_same, flat, make, play
+from safetensors.torch import save
+
+from pfedla.algorithms import ALGORITHMS
+from pfedla.communication import payload_bytes
+from pfedla.contracts import Payload
+from pfedla.data.federation import Federation
+from pfedla.engines import create_engine
+from pfedla.rounds import everyone, sample_cohort
+from pfedla.tree import take
+
+pytestmark = [
+    pytest.mark.parametrize("name", ALGORITHMS),
+    pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"]),
+]
+
+
+def ends_equal(one: tuple, other: tuple, tolerance: float = 0.0) -> None:
+    (rounds, clients), (other_rounds, other_clients) = one, other
+    assert_same(flat(rounds[-1].server), flat(other_rounds[-1].server), tolerance)
+    assert_same(clients, other_clients, tolerance)
+    if not tolerance:
+        assert torch.equal(rounds[-1].evaluation.accuracy, other_rounds[-1].evaluation.accuracy)
+        assert torch.equal(rounds[-1].evaluation.loss, other_rounds[-1].evaluation.loss)
+
+
+def test_nothing_handed_in_is_written_into(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+        server = algorithm.init_server(len(federation), seed=0)
+        cohort = everyone(federation.num_examples, 1, 0)
+        downloads = algorithm.download(server, cohort)
+        before = copy.deepcopy((flat(server), downloads.tensors, engine.state()))
+        trained = engine.train(cohort, downloads)
+        uploads = copy.deepcopy(trained.uploads.tensors)
+        algorithm.aggregate(server, cohort, downloads, trained.uploads)
+        engine.evaluate(cohort, downloads)
+        for left, right in zip(before, (flat(server), downloads.tensors, engine.state()), strict=True):
+            assert_same(left, right)
+        assert_same(uploads, trained.uploads.tensors)
+
+
+def test_evaluation_changes_nothing(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    ends_equal(*(play(algorithm, federation, participation=0.5, evaluate_every=every) for every in (1, 100)))
+
+
+def test_any_number_of_threads_gives_the_same_bits(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    ends_equal(*(play(algorithm, federation, threads=threads) for threads in (1, 2)))
+    ends_equal(*(play(algorithm, federation, threads=threads) for threads in (1, 5)))
+
+
+def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    threaded, vectorized = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
+    ends_equal(threaded, vectorized, tolerance=1e-5)
+    for one, other in zip(threaded[0], vectorized[0], strict=True):
+        torch.testing.assert_close(one.evaluation.loss, other.evaluation.loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.training_loss, other.training_loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.after_training.loss, other.after_training.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    ends_equal(play(algorithm, federation), play(algorithm, federation))
+    first, other = (play(algorithm, federation, seed=seed)[0][-1].evaluation.loss for seed in (0, 1))
+    assert not torch.equal(first, other)
+
+
+def test_saved_and_loaded_goes_on_like_a_straight_run(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    straight = play(algorithm, federation, rounds=range(1, 5), participation=0.5)
+    half, clients = play(algorithm, federation, rounds=range(1, 3), participation=0.5)
+    resumed = play(
+        algorithm, federation, rounds=range(3, 5), participation=0.5, server=half[-1].server, clients=clients
+    )  # fmt: skip
+    ends_equal(straight, resumed)
+
+
+def test_absent_clients_are_untouched(name: str, batch_norm: bool, federation: Federation) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    start = algorithm.init_server(len(federation), seed=0)
+    played, clients = play(algorithm, federation, rounds=range(1, 2), participation=0.5, server=start)
+    absent = sorted(set(range(len(federation))) - set(played[0].cohort.ids.tolist()))
+    assert len(absent) == 3
+    initial = algorithm.init_client()
+    for client in absent:
+        assert_same(take({n: v for n, v in clients.items() if n in initial}, client), initial)
+    for group in ("models", "hypernetworks"):
+        for before, after in zip(start.get(group, {}).values(), played[0].server.get(group, {}).values(), strict=True):
+            assert torch.equal(before[absent], after[absent])
+
+
+def test_a_cohort_of_one(name: str, batch_norm: bool, federation: Federation) -> None:
+    played, _ = play(make(name, batch_norm=batch_norm), federation, participation=0.01, engine="threaded")
+    assert all(len(one.cohort.ids) == 1 for one in played)
+    assert played[-1].evaluation.accuracy.isfinite().all()
+    vectorized, _ = play(make(name, batch_norm=batch_norm), federation, participation=0.01, engine="vectorized")
+    torch.testing.assert_close(played[-1].evaluation.loss, vectorized[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_counted_are_bytes_sent(name: str, batch_norm: bool, federation: Federation) -> None:
+    """Against an encoder: the tensors of the sent layers, serialised, less the header."""
+    algorithm = make(name, batch_norm=batch_norm)
+
+    def encoded(payload: Payload) -> int:
+        total = 0
+        for row in range(len(payload.sent)):
+            sent = {
+                n: v[row].contiguous() for n, v in payload.tensors.items() if payload.sent[row, algorithm.task.layers.index[n]]
+            }
+            message = save(sent) if sent else bytes(8)
+            total += len(message) - 8 - int.from_bytes(message[:8], "little")
+        return total
+
+    down = up = 0
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+        server = algorithm.init_server(len(federation), seed=0)
+        for number in range(1, 4):
+            cohort = sample_cohort(federation.num_examples, number, 1.0, 0)
+            downloads = algorithm.download(server, cohort)
+            trained = engine.train(cohort, downloads)
+            server = algorithm.aggregate(server, cohort, downloads, trained.uploads)
+            engine.commit(cohort.ids)
+            assert int(payload_bytes(downloads, algorithm.task.layers).sum()) == encoded(downloads)
+            down, up = down + encoded(downloads), up + encoded(trained.uploads)
+    played, _ = play(algorithm, federation)
+    assert (played[-1].traffic.down_bytes, played[-1].traffic.up_bytes) == (down, up)
+
+
+def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: Federation) -> None:
+    """Poison in the layers that were not sent must not reach a client."""
+    algorithm = make(name, batch_norm=batch_norm)
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+        server = algorithm.init_server(len(federation), seed=0)
+        cohort = everyone(federation.num_examples, 1, 0)
+        downloads = algorithm.download(server, cohort)
+
+        def poisoned(tensor_name: str, value: torch.Tensor) -> torch.Tensor:
+            sent = downloads.sent[:, algorithm.task.layers.index[tensor_name]].view(-1, *[1] * (value.ndim - 1))
+            return torch.where(sent, value, torch.full_like(value, 77))
+
+        bad = Payload({n: poisoned(n, v) for n, v in downloads.tensors.items()}, downloads.sent)
+        assert_same(engine.train(cohort, downloads).uploads.tensors, engine.train(cohort, bad).uploads.tensors)
+        assert torch.equal(engine.evaluate(cohort, downloads).loss, engine.evaluate(cohort, bad).loss)
+
+
+def test_a_client_that_breaks_does_not_spoil_the_others(name: str, batch_norm: bool, federation: Federation) -> None:
+    """An upload that is not finite is refused: that client's state stays, the others' equals a round without it."""
+    bad = federation.train[2]._replace(x=federation.train[2].x.clone())
+    bad.x[0, 0] = torch.inf
+    spoiled = Federation([*federation.train[:2], bad, *federation.train[3:]], federation.test, federation.classes)
+    algorithm = make(name, batch_norm=batch_norm)
+    played, clients = play(algorithm, spoiled, rounds=range(1, 2))
+    healthy, healthy_clients = play(algorithm, federation, rounds=range(1, 2))
+    others = [0, 1, 3, 4, 5]
+    initial = algorithm.init_client()
+    for tensor in initial:
+        assert torch.equal(clients[tensor][others], healthy_clients[tensor][others])
+    if name == "local":  # nothing is uploaded, so there is nothing to refuse
+        return
+    assert played[0].refused.tolist() == [2]
+    assert played[0].cohort.ids.tolist() == others
+    assert all(value.isfinite().all() for value in flat(played[0].server).values())
+    assert_same(take({n: v for n, v in clients.items() if n in initial}, 2), initial)
+    for group in ("models", "hypernetworks"):
+        for tensor, value in played[0].server.get(group, {}).items():
+            assert torch.equal(value[others], healthy[0].server[group][tensor][others])

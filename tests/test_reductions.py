@@ -1,0 +1,142 @@
+"""Cases in which two methods must coincide."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import assert_same, make, play, toy_federation
+
+from pfedla.contracts import ServerState
+from pfedla.data.federation import Federation
+from pfedla.engines import create_engine
+from pfedla.rounds import everyone
+from pfedla.seeds import generator
+from pfedla.training import batch_bounds
+
+NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
+
+
+def with_frozen_weights(algorithm, federation: Federation, logits: torch.Tensor) -> tuple:
+    """pFedLA whose weights are given and stay."""
+    server = algorithm.init_server(len(federation), seed=0)
+    server["hypernetworks"]["heads.bias"] = logits.expand(len(logits), len(algorithm.task.layers), -1).clone()
+    return dataclasses.replace(algorithm, hypernetwork_lr=0.0), server
+
+
+def personal_models(algorithm, federation: Federation, server: ServerState, clients: dict, round: int = 4) -> dict:
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+        engine.load(clients)
+        cohort = everyone(federation.num_examples, round, 0)
+        models = engine.personal_models(cohort, algorithm.download(server, cohort))
+    return {f"{client}/{name}": value for client, model in enumerate(models) for name, value in model.items()}
+
+
+def end(algorithm, federation: Federation, server: ServerState | None = None, **how) -> dict:
+    played, clients = play(algorithm, federation, server=server, **how)
+    return personal_models(algorithm, federation, played[-1].server, clients)
+
+
+@NORMS
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_identity_weights_are_local_bit_for_bit(federation: Federation, batch_norm: bool, participation: float) -> None:
+    pfedla, server = with_frozen_weights(
+        make("pfedla", batch_norm=batch_norm), federation, 1e6 * torch.eye(len(federation)).unsqueeze(1)
+    )
+    local = make("local", batch_norm=batch_norm)
+    assert_same(
+        end(pfedla, federation, server, participation=participation), end(local, federation, participation=participation)
+    )
+
+
+@NORMS
+def test_retaining_all_layers_is_local_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
+    heur = make("heurpfedla", batch_norm=batch_norm, retained_layers=3 if batch_norm else 2)
+    assert_same(
+        end(heur, federation, participation=0.5), end(make("local", batch_norm=batch_norm), federation, participation=0.5)
+    )
+    assert sum(r.traffic.down_bytes for r in play(heur, federation)[0]) == 0
+
+
+@NORMS
+def test_retaining_no_layer_is_pfedla_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
+    assert_same(
+        end(make("heurpfedla", batch_norm=batch_norm, retained_layers=0), federation),
+        end(make("pfedla", batch_norm=batch_norm), federation),
+    )
+
+
+def test_all_neighbours_are_pfedla_bit_for_bit(federation: Federation) -> None:
+    assert_same(end(make("pfedla", neighbours=len(federation)), federation), end(make("pfedla"), federation))
+
+
+def test_uniform_weights_are_the_plain_mean(federation: Federation) -> None:
+    pfedla, server = with_frozen_weights(make("pfedla"), federation, torch.zeros(6, 1, 6))
+    played, _ = play(pfedla, federation, server=server, rounds=range(1, 2))
+    cohort = everyone(federation.num_examples, 2, 0)
+    downloads = pfedla.download(played[0].server, cohort)
+    for name, value in downloads.tensors.items():
+        mean = played[0].server["models"][name].mean(0)
+        torch.testing.assert_close(value, mean.expand_as(value), rtol=1e-6, atol=1e-7)
+
+
+def test_uniform_weights_are_fedavg_where_all_clients_have_equally_many_examples() -> None:
+    equal = toy_federation((12,) * 5)
+    pfedla, server = with_frozen_weights(make("pfedla"), equal, torch.zeros(5, 1, 5))
+    assert_same(end(pfedla, equal, server), end(make("fedavg"), equal), tolerance=1e-5)
+
+
+@NORMS
+def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
+    """The slow twin: a textbook loop with torch.optim.SGD over the same batches."""
+    alone = toy_federation((13,))
+    algorithm = make("fedavg", batch_norm=batch_norm)
+    played, _ = play(algorithm, alone)
+    module = algorithm.task.module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=algorithm.training.lr)
+    x, y = alone.train[0]
+    for round in (1, 2, 3):
+        draws = generator(0, "batches", round, 0)
+        for order in [torch.randperm(13, generator=draws) for _ in range(algorithm.training.epochs)]:
+            for start, stop in batch_bounds(13, algorithm.training.batch_size):
+                optimizer.zero_grad()
+                rows = order[start:stop]
+                torch.nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
+                optimizer.step()
+    assert_same(played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6)
+
+
+def test_a_last_batch_of_one_joins_the_one_before() -> None:
+    assert list(batch_bounds(13, 4)) == [(0, 4), (4, 8), (8, 13)]
+    assert list(batch_bounds(12, 4)) == [(0, 4), (4, 8), (8, 12)]
+    assert list(batch_bounds(6, 4)) == [(0, 4), (4, 6)]
+    assert list(batch_bounds(1, 4)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("name", ["local", "fedavg", "pfedla", "heurpfedla"])
+def test_permuting_the_clients_permutes_the_results(name: str) -> None:
+    """Full batches, so that the order of the examples does not matter."""
+    federation = toy_federation()
+    order = [3, 0, 5, 1, 4, 2]
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
+    algorithm = make(name, batch_size=1000)
+    straight, shuffled = end(algorithm, federation), end(algorithm, permuted)
+    expected = {f"{new}/{n}": straight[f"{old}/{n}"] for new, old in enumerate(order) for n in algorithm.task.initial()}
+    assert_same(shuffled, expected, tolerance=1e-5)
+
+
+def test_the_weights_of_permuted_clients_are_permuted_too() -> None:
+    federation = toy_federation()
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
+    algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0)
+    straight, shuffled = (algorithm.alpha(play(algorithm, f)[0][-1].server) for f in (federation, permuted))
+    assert straight.max() > 0.2  # they moved
+    torch.testing.assert_close(shuffled, straight[order][:, :, order], rtol=1e-4, atol=1e-5)
+
+
+def test_runs_differ_between_methods(federation: Federation) -> None:
+    """A method whose numbers equal another's to the digit has a bug."""
+    ends = [end(make(name), federation) for name in ("local", "fedavg", "pfedla", "heurpfedla")]
+    for i, one in enumerate(ends):
+        for other in ends[:i]:
+            assert any(not torch.equal(one[name], other[name]) for name in one)
