@@ -15,6 +15,7 @@ from pfedla.data import datasets
 from pfedla.data.federation import Federation, partitioned
 from pfedla.data.partition import Partition
 from pfedla.engines import ENGINES
+from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, unknown
 from pfedla.models import MODELS, build_model, model_for, task_of
 from pfedla.seeds import generator
@@ -153,6 +154,7 @@ def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Bu
     algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)  # quick to refuse
     if experiment.engine.name not in ENGINES:
         raise unknown("engine", experiment.engine.name, ENGINES)
+    usable_device(experiment.engine.device)
     if experiment.model not in (AUTO, *MODELS):
         raise unknown("model", experiment.model, [AUTO, *MODELS])
     dataset = dataset or datasets.load(experiment.data.dataset)

@@ -40,7 +40,7 @@ class SimulatedClients(ABC):
         self, algorithm: Algorithm, federation: Federation, *, device: str = "cpu", threads: int = 0,
         recalibrate: Recalibrate = "unsampled",
     ) -> None:  # fmt: skip
-        self.device = _device(device)
+        self.device = usable_device(device)
         assert isinstance(algorithm.task, ClassificationTask)
         self.algorithm = dataclasses.replace(algorithm, task=algorithm.task.to(self.device))
         self.federation = federation
@@ -141,7 +141,7 @@ class SimulatedClients(ABC):
         return Payload({name: v.to(self.device) for name, v in payload.tensors.items()}, payload.sent.to(self.device))
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)

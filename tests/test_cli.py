@@ -1,0 +1,268 @@
+"""The command line, as a person or a script would use it."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from pfedla.algorithms import ALGORITHMS
+from pfedla.models import SmallCNN
+
+QUICK = ("--rounds", 2, "--local-epochs", 1, "--samples", 20, "--clients", 4)
+
+
+def numbers(result: dict) -> dict:
+    return {key: value for key, value in result.items() if key != "seconds"}
+
+
+@pytest.fixture
+def own_data(tmp_path: Path) -> Path:
+    """Three clients of a hospital each, plain feature vectors, named classes."""
+    rng = np.random.default_rng(0)
+    y = np.array(["ill", "well"])[np.arange(90) % 2]
+    x = rng.normal(size=(90, 5)) + (y == "ill")[:, None]
+    path = tmp_path / "hospitals.npz"
+    np.savez(path, x=x, y=y, client=np.repeat(["bern", "oslo", "rome"], 30), test=np.arange(90) % 3 == 0)
+    return path
+
+
+def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
+    code, out, err = pfedla("run", "-a", "heurpfedla", *QUICK, "--set", "algorithm.neighbours=3")
+    assert code == 0
+    assert "personal models" in out
+    assert "round 2" in err  # plain lines, as this is no terminal
+    run = tmp_path / "runs" / "heurpfedla-digits-classes-s0"
+    assert {path.name for path in run.iterdir()} == {
+        "experiment.toml", "environment.json", "federation.json", "rounds.jsonl", "result.json", "alpha.safetensors",
+        "models", "learning_curve.png", "alpha.png", "self_weight.png",
+    }  # fmt: skip
+    assert {path.name for path in (run / "models").iterdir()} == {f"client-{i}.safetensors" for i in range(4)}
+    lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert lines[0].keys() == {
+        "round", "accuracy", "loss", "accuracy_after_training", "training_loss", "seconds", "down_bytes", "up_bytes",
+        "evaluation_bytes", "cohort", "refused",
+    }  # fmt: skip
+    assert lines[0]["accuracy"].keys() == {"mean", "std", "p10", "worst"}
+    assert lines[0]["seconds"].keys() == {"train", "server", "evaluate"}
+    result = json.loads((run / "result.json").read_text())
+    assert result["accuracy"]["mean"] == pytest.approx(np.mean(result["accuracy"]["per_client"]))
+    assert result["accuracy"]["mean"] == lines[-1]["accuracy"]["mean"]
+    assert result["accuracy"]["worst"] == min(result["accuracy"]["per_client"])
+    assert result["accuracy_after_training"].keys() == result["accuracy"].keys()
+    assert result["traffic"]["down_bytes"] == lines[-1]["down_bytes"]
+    assert result["seconds"]["total"] == pytest.approx(2 * result["seconds"]["per_round"])
+    for key in ("algorithm", "dataset", "partition", "clients", "rounds", "seed"):
+        assert key in result
+    with safe_open(run / "alpha.safetensors", framework="pt") as file:
+        alpha = file.get_tensor("alpha")
+        assert json.loads(file.metadata()["layers"]) == ["conv1", "conv2", "fc1", "fc2"]
+    assert alpha.shape == (3, 4, 4, 4)
+    torch.testing.assert_close(alpha.sum(-1), torch.ones(3, 4, 4))
+    for picture in run.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None:
+    code, first, _ = pfedla("run", *QUICK, "--participation", 0.5, "--threads", 1, "--json", "--out", "one")
+    assert code == 0
+    code, second, _ = pfedla("run", "one/experiment.toml", "--threads", 2, "--json", "--out", "two")
+    assert code == 0
+    assert numbers(json.loads(first)) == numbers(json.loads(second))
+    for client in range(4):
+        one, two = (load_file(tmp_path / run / "models" / f"client-{client}.safetensors") for run in ("one", "two"))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    one, two = (load_file(tmp_path / run / "alpha.safetensors")["alpha"] for run in ("one", "two"))
+    assert torch.equal(one, two)
+    resolved = tomllib.loads((tmp_path / "one" / "experiment.toml").read_text())
+    assert "auto" not in str(resolved)
+
+
+def test_both_engines_agree(pfedla) -> None:
+    results = [json.loads(pfedla("run", *QUICK, "--engine", e, "--json")[1]) for e in ("threaded", "vectorized")]
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-5)
+    assert results[0]["traffic"] == results[1]["traffic"]
+
+
+def test_never_trained_clients_are_null_after_training(pfedla) -> None:
+    result = json.loads(pfedla("run", *QUICK, "--rounds", 1, "--participation", 0.25, "--json")[1])
+    assert result["accuracy_after_training"]["per_client"].count(None) == 3
+    assert None not in result["accuracy"]["per_client"]
+
+
+def test_options_lie_over_the_file_and_set_lies_over_both(pfedla, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(
+        'rounds = 1\n[data]\nclients = 4\nsamples_per_client = 20\n[training]\nlr = 0.5\nlocal_epochs = 1\n'
+        '[algorithm]\nname = "pfedla"\nneighbours = 2\n'
+    )  # fmt: skip
+    code, *_ = pfedla("run", "e.toml", "--lr", 0.25, "--set", "algorithm.neighbours=all", "--set", "seed=3", "--out", "r", "-q")
+    assert code == 0
+    resolved = tomllib.loads((tmp_path / "r" / "experiment.toml").read_text())
+    assert resolved["training"]["lr"] == 0.25
+    assert resolved["algorithm"]["neighbours"] == "all"
+    assert (resolved["seed"], resolved["rounds"], resolved["data"]["clients"]) == (3, 1, 4)
+
+
+def test_quiet_is_quiet_and_json_is_json(pfedla) -> None:
+    assert pfedla("run", *QUICK, "--quiet") == (0, "", "")
+    code, out, err = pfedla("run", *QUICK, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["algorithm"] == "pfedla"
+
+
+def test_an_existing_folder_is_never_overwritten(pfedla, tmp_path: Path) -> None:
+    assert pfedla("run", *QUICK, "--out", "mine", "-q")[0] == 0
+    before = (tmp_path / "mine" / "result.json").read_bytes()
+    code, _, err = pfedla("run", *QUICK, "--seed", 5, "--out", "mine", "-q")
+    assert code == 2
+    assert "never overwritten" in err
+    assert (tmp_path / "mine" / "result.json").read_bytes() == before
+    for _ in range(2):
+        assert pfedla("run", *QUICK, "-q")[0] == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"pfedla-digits-classes-s0", "pfedla-digits-classes-s0-2"}
+
+
+def test_own_data_with_clients_and_a_ready_split(pfedla, own_data: Path, tmp_path: Path) -> None:
+    code, out, _ = pfedla("run", "-d", own_data, "--rounds", 5, "--json", "--out", "r")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["clients"], result["partition"], result["model"]) == (3, "client", "mlp")
+    federation = json.loads((tmp_path / "r" / "federation.json").read_text())
+    assert federation["classes"] == ["ill", "well"]
+    assert federation["clients"] == ["bern", "oslo", "rome"]
+    assert np.sum(federation["test"]) == 30
+
+
+def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
+    for data in ("digits", own_data):
+        run = f"run-{Path(data).stem}"
+        sizes = QUICK if data == "digits" else QUICK[:4]
+        result = json.loads(pfedla("run", "-d", data, *sizes, "--json", "--out", run)[1])
+        for client, accuracy in enumerate(result["accuracy"]["per_client"]):
+            code, out, _ = pfedla("evaluate", run, "--client", client, "--json")
+            assert code == 0
+            assert json.loads(out)["accuracy"] == accuracy
+    code, out, _ = pfedla("evaluate", run, "--client", 1, "--data", own_data, "--json")  # its rows of the file, its test split
+    assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
+
+
+def test_export_leaves_the_house(pfedla, tmp_path: Path) -> None:
+    pfedla("run", "-a", "heurpfedla", *QUICK, "--out", "r", "-q")
+    code, out, _ = pfedla("export", "r", "--client", 2)
+    assert code == 0
+    folder = tmp_path / "r" / "export" / "client-2"
+    assert {path.name for path in folder.iterdir()} == {"state_dict.safetensors", "model.pt2", "model.json"}
+    assert str(Path("r/export/client-2/model.pt2")) in out
+    description = json.loads((folder / "model.json").read_text())
+    module = SmallCNN((1, 8, 8), 10)
+    module.load_state_dict(load_file(folder / "state_dict.safetensors"))  # strict: a plain state_dict
+    program = torch.export.load(folder / "model.pt2").module()
+    raw = torch.randint(0, 17, (5, 1, 8, 8)).float()
+    mean, std = (description["normalisation_inside"][key][0] for key in ("mean", "std"))
+    torch.testing.assert_close(program(raw), module.eval()((raw - mean) / std))
+    assert program(raw[:1]).shape == (1, 10)
+    assert pfedla("export", "r", "--client", 2)[0] == 2  # never overwritten
+
+
+def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
+    pfedla("run", *QUICK, "--out", "r", "-q")
+    path = tmp_path / "r" / "models" / "client-0.safetensors"
+    good = load_file(path)
+    for change, message in (
+        ({"fc2.bias": torch.zeros(11)}, "fc2.bias is"),
+        ({"fc2.bias": torch.full((10,), torch.nan)}, "not finite"),
+        ({"more": torch.zeros(1)}, "not part of the model"),
+    ):
+        save_file({**good, **change}, path)
+        code, _, err = pfedla("evaluate", "r", "--client", 0)
+        assert code == 2
+        assert message in err
+    path.write_bytes(b"garbage")
+    assert pfedla("evaluate", "r", "--client", 0)[0] == 2
+
+
+def test_compare_has_mean_and_std_over_seeds_and_one_picture(pfedla, tmp_path: Path) -> None:
+    code, out, err = pfedla("compare", "-a", "local,fedavg,pfedla", "--seeds", "0,1", *QUICK, "--out", "c")
+    assert code == 0
+    assert "±" in out
+    assert "fedavg, seed 1" in err
+    assert (tmp_path / "c" / "learning_curves.png").exists()
+    table = (tmp_path / "c" / "comparison.md").read_text().splitlines()
+    assert len(table) == 5
+    results = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    assert [one["seed"] for one in results["pfedla"]] == [0, 1]
+    single = json.loads(pfedla("run", "-a", "fedavg", *QUICK, "--seed", 1, "--json")[1])
+    assert numbers(results["fedavg"][1]) == numbers(single)  # the same federation, draws and numbers as alone
+
+
+def test_compare_prints_a_dash_where_a_method_does_not_apply(pfedla, tmp_path: Path) -> None:
+    code, out, _ = pfedla("compare", "-a", "fedavg,heurpfedla", *QUICK, "--set", "heurpfedla.retained_layers=9", "--out", "c")
+    assert code == 0
+    row = next(line for line in out.splitlines() if "heurpfedla" in line)
+    assert row.count("–") == 6
+    assert "the model has 4 layers" in out
+    assert "–" in (tmp_path / "c" / "comparison.md").read_text()
+
+
+def test_lists(pfedla) -> None:
+    code, out, _ = pfedla("algorithms")
+    assert code == 0
+    assert all(name in out for name in ALGORITHMS)
+    assert "hypernetwork_lr" in out
+    assert json.loads(pfedla("algorithms", "--json")[1])["heurpfedla"]["retained_layers"] == 1
+    code, out, _ = pfedla("data")
+    assert code == 0
+    assert "digits" in out
+    assert pfedla("--version")[1].strip().count(".") == 2
+    for command in ("run", "compare", "communication", "evaluate", "export"):
+        code, out, _ = pfedla(command, "--help")
+        assert code == 0
+        assert "--" in out
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("run -a pfedlo", "choose one of: local, fedavg, pfedla, heurpfedla"),
+        ("run -d imagenet", "choose one of: digits, fashion-mnist"),
+        ("run --model resnet", "choose one of: auto, cnn"),
+        ("run --engine gpu", "choose one of: threaded, vectorized"),
+        ("run --partition sorted", "'classes', 'dominant' or 'client'"),
+        ("run --participation 0", "greater than 0"),
+        ("run --clients 0", "greater than or equal to 1"),
+        ("run --clients 2000", "1797 examples"),
+        ("run --clients 10 --samples 600", "lacking"),
+        ("run --clients 4 --samples 3", "too few"),
+        ("run --set algorithm.retained_layers=5", "4 layers: conv1, conv2, fc1, fc2"),
+        ("run --set algorithm.neighbours=11", "10 clients"),
+        ("run -a fedavg --set algorithm.neighbours=5", "has no option 'neighbours'"),
+        ("run --set algorithm.hypernetwork_lr=-1.0", "greater than 0"),
+        ("run --set data.colour=red", "unknown key 'data.colour'"),
+        ("run --set rounds", "section.key=value"),
+        ("run missing.toml", "no such experiment file"),
+        ("run bad.toml", "not a TOML file"),
+        ("run -d missing.npz", "no such file"),
+        ("run -d cifar10", "no loader"),
+        ("run --device warp", "cpu always can"),
+        ("run --rounds 0", "greater than or equal to 1"),
+        ("run --rounds many", "many"),
+        ("compare -a local,nonsense", "choose one of"),
+        ("compare --seeds one", "not a whole number"),
+        ("compare -a local,fedavg --set algorithm.neighbours=5", "none of local, fedavg"),
+        ("communication -d emnist --retain fc9", "choose one of: conv1, conv2, fc1, fc2, fc3"),
+        ("evaluate nowhere --client 0", "not a finished run"),
+        ("fly", "fly"),
+    ],
+)
+def test_wrong_calls_end_with_a_sentence_and_leave_nothing(pfedla, tmp_path: Path, call: str, says: str) -> None:
+    (tmp_path / "bad.toml").write_text("rounds = = 3")
+    code, out, err = pfedla(*call.split())
+    assert code == 2
+    assert says in " ".join((out + err).split())
+    assert "Traceback" not in out + err
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.toml"]

@@ -1,0 +1,88 @@
+"""What the documents say is executed."""
+
+import doctest
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pfedla
+from pfedla import hypernetworks, layers
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("module", [layers, hypernetworks])
+def test_docstrings(module) -> None:
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def commands(document: Path) -> list[str]:
+    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", document.read_text(encoding="utf-8"), re.S)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("pfedla ")]
+
+
+DOCUMENTED = [
+    (path.name, command) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] for command in commands(path)
+]
+
+
+@pytest.mark.parametrize("command", sorted({command for _, command in DOCUMENTED}))
+def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
+    """Every `pfedla` command of the README and the docs, with its rounds cut short; RUN is a run made here."""
+    words = shlex.split(command)[1:]
+    if "fashion-mnist" in words and words[0] != "communication":
+        words[words.index("fashion-mnist")] = "digits"  # the real data have tests of their own
+    if "--samples" in words:
+        words[words.index("--samples") + 1] = "40"
+    if words[0] in ("evaluate", "export"):
+        pfedla("run", "--rounds", 1, "--out", words[1], "-q")
+    if words[0] in ("run", "compare"):
+        experiment = next((word for word in words if word.endswith(".toml")), None)
+        if experiment:
+            (tmp_path / experiment).write_text((ROOT / "examples" / experiment).read_text(encoding="utf-8"))
+        words += ["--rounds", "1", "--local-epochs", "1"]
+    code, _, err = pfedla(*words)
+    assert code == 0, err
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {"demo", "test"} <= named
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in named)
+
+
+def test_public_names_are_there() -> None:
+    assert all(hasattr(pfedla, name) for name in pfedla.__all__)
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys; from pfedla.cli import app; assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_nothing_unpickles() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(import|from) (pickle|dill|joblib|cloudpickle)", text, re.M), path
+        assert "allow_pickle=True" not in text, path
+        assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), path
+
+
+def test_no_file_is_longer_than_one_sitting() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 360, path
