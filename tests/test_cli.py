@@ -17,7 +17,7 @@ QUICK = ("--rounds", 2, "--local-epochs", 1, "--samples", 20, "--clients", 4)
 
 
 def numbers(result: dict) -> dict:
-    return {key: value for key, value in result.items() if key != "seconds"}
+    return {key: value for key, value in result.items() if key not in ("seconds", "run")}
 
 
 @pytest.fixture
@@ -138,6 +138,35 @@ def test_own_data_with_clients_and_a_ready_split(pfedla, own_data: Path, tmp_pat
     assert np.sum(federation["test"]) == 30
 
 
+def test_own_clients_cannot_be_contradicted(pfedla, own_data: Path) -> None:
+    code, _, err = pfedla("run", "-d", own_data, "--clients", 5)
+    assert code == 2
+    assert "names 3 clients" in err
+
+
+def test_own_clients_can_be_pooled_and_cut_anew(pfedla, own_data: Path) -> None:
+    code, out, _ = pfedla("run", "-d", own_data, "--partition", "dominant", "--clients", 2, "--rounds", 1, "--json")
+    assert code == 0
+    assert json.loads(out)["clients"] == 2
+
+
+def test_colour_images_get_the_papers_batchnorm_net_and_export(pfedla, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez("photos.npz", x=rng.integers(0, 256, (60, 16, 16, 3), np.uint8), y=np.arange(60) % 3)
+    how = ("-d", "photos.npz", "--clients", 3, "--rounds", 2, "--local-epochs", 1, "--participation", 0.34)
+    code, out, err = pfedla("run", *how, "--json", "--out", "r")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["model"] == "cnn-bn"
+    for client, accuracy in enumerate(
+        result["accuracy"]["per_client"]
+    ):  # statistics travel with the model, also recalibrated ones
+        assert json.loads(pfedla("evaluate", "r", "--client", client, "--json")[1])["accuracy"] == accuracy
+    assert pfedla("export", "r", "--client", 0)[0] == 0
+    program = torch.export.load(tmp_path / "r" / "export" / "client-0" / "model.pt2").module()
+    assert program(torch.zeros(4, 3, 16, 16)).isfinite().all()
+
+
 def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
     for data in ("digits", own_data):
         run = f"run-{Path(data).stem}"
@@ -251,6 +280,7 @@ def test_lists(pfedla) -> None:
         ("run --device warp", "cpu always can"),
         ("run --rounds 0", "greater than or equal to 1"),
         ("run --rounds many", "many"),
+        ("run --set training.lr=[1]", "training.lr"),
         ("compare -a local,nonsense", "choose one of"),
         ("compare --seeds one", "not a whole number"),
         ("compare -a local,fedavg --set algorithm.neighbours=5", "none of local, fedavg"),

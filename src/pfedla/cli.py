@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pfedla.errors import PfedlaError
@@ -24,26 +25,32 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="The data sets: what there is and where.", invoke_without_command=True)
 app.add_typer(data_app, name="data")
-out_console = Console(highlight=False)
+out_console = Console(highlight=False, markup=False)
 
-File = Annotated[Path | None, typer.Argument(help="Experiment file (TOML); options lay over it.", metavar="[EXPERIMENT.toml]")]
+File = Annotated[
+    Path | None, typer.Argument(help="Experiment file; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False)
+]
 Dataset = Annotated[str | None, typer.Option("--dataset", "-d", help="digits, fashion-mnist or a file.npz with x, y.")]
 Partition = Annotated[
     str | None,
     typer.Option(help="classes: 4 classes a client (non-IID_1); dominant: all, 2 prevail (non-IID_2); client: as in the file."),
 ]
-Clients = Annotated[int | None, typer.Option(help="Number of clients [10].")]
-Samples = Annotated[int | None, typer.Option(help="Examples per client, training and test [600; digits: all there is].")]
-Participation = Annotated[float | None, typer.Option(help="Share of the clients in each round [1.0].")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds of training [20].")]
-LocalEpochs = Annotated[int | None, typer.Option(help="Local epochs a round [5].")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate of the clients [the paper's for the data set].")]
-BatchSize = Annotated[int | None, typer.Option(help="Local batch size [32].")]
-Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp [by the data's shape].")]
-Engine = Annotated[str | None, typer.Option(help="threaded, or vectorized (vmap: GPUs and small nets) [threaded].")]
-Threads = Annotated[int | None, typer.Option(help="Clients trained at once; does not change the results [one per core].")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, … [cpu].")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist [runs/…].")]
+Clients = Annotated[int | None, typer.Option(help="Number of clients (default: 10).")]
+Samples = Annotated[
+    int | None, typer.Option(help="Examples per client, training and test (default: 600; digits: all there is).")
+]
+Participation = Annotated[float | None, typer.Option(help="Share of the clients in each round (default: 1.0).")]
+Rounds = Annotated[int | None, typer.Option(help="Rounds of training (default: 20).")]
+LocalEpochs = Annotated[int | None, typer.Option(help="Local epochs a round (default: 5).")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate of the clients (default: the paper's for the data set).")]
+BatchSize = Annotated[int | None, typer.Option(help="Local batch size (default: 32).")]
+Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp (default: by the data's shape).")]
+Engine = Annotated[str | None, typer.Option(help="threaded, or vectorized (vmap: GPUs and small nets) (default: threaded).")]
+Threads = Annotated[
+    int | None, typer.Option(help="Clients trained at once (threaded); does not change the results (default: one per core).")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),
@@ -80,11 +87,11 @@ def _values(options: dict[str, Any]) -> dict[str, Any]:
 @app.command()
 def run(
     file: File = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", "-a", help="See `pfedla algorithms` [pfedla].")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", "-a", help="See `pfedla algorithms` (pfedla).")] = None,
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, model: Model = None,
-    seed: Annotated[int | None, typer.Option(help="Every draw comes from it [0].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
     engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, setting: Setting = None,
     quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -103,7 +110,7 @@ def run(
         reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
         result = run_built(built, folder, reporter.on_round)
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
         _print_result(result, folder.path)
 
@@ -134,7 +141,9 @@ def compare(
     algorithms: Annotated[
         str, typer.Option("--algorithms", "-a", help="Names separated by commas, or all.")
     ] = "all",
-    seeds: Annotated[str, typer.Option(help="Seeds separated by commas; the table has mean ± std over them.")] = "0",
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds separated by commas; the table has mean ± std over them (default: 0).")
+    ] = None,
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, model: Model = None, engine: Engine = None, threads: Threads = None,
@@ -151,7 +160,7 @@ def compare(
     from pfedla.console import Reporter
 
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
-    numbers = [_seed(word) for word in dict.fromkeys(_words(seeds))]
+    numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
     if not names or not numbers:
         raise PfedlaError("give at least one algorithm and one seed")
     total = sum(experiment.rounds for _, _, experiment in plan(values, names, numbers))
@@ -267,7 +276,7 @@ Client = Annotated[int, typer.Option("--client", "-c", help="Whose personal mode
 def evaluate(
     run: Run,
     client: Client,
-    data: Annotated[Path | None, typer.Option(help="file.npz with x, y [the client's test split of the run].")] = None,
+    data: Annotated[Path | None, typer.Option(help="file.npz with x, y (default: the client's test split of the run).")] = None,
     as_json: Json = False,
 ) -> None:
     """Test a client's personal model on a file, or on the client's own test split."""
@@ -289,7 +298,7 @@ def evaluate(
 def export(
     run: Run,
     client: Client,
-    out: Annotated[Path | None, typer.Option(help="New folder for the files [RUN/export/client-<id>].")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the files (default: RUN/export/client-<id>).")] = None,
 ) -> None:
     """Take a personal model out: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
     from pfedla.personal import export_personal, load_personal
@@ -317,5 +326,5 @@ def main() -> None:
     try:
         app()
     except PfedlaError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {error}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)

@@ -14,7 +14,7 @@ class Reporter:
     """Progress on standard error, so that standard output holds results only."""
 
     def __init__(self, total_rounds: int, quiet: bool) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         self.total, self.done = total_rounds, 0
         self.label, self.accuracy = "", "…"
         self.start = time.perf_counter()

@@ -6,7 +6,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Known:
     samples_per_client: int | None  # None: as many as the partition allows
     load: Callable[[], Dataset] | None  # None: only its shape is known (accounting)
     summary: str
-    aliases: tuple[str, ...] = field(default=())
 
 
 def data_directory() -> Path:

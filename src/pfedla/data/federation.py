@@ -69,7 +69,7 @@ def _federation(dataset: Dataset, split: Split, partition: str) -> Federation:
 
     return Federation(
         [examples(rows) for rows in split.train], [examples(rows) for rows in split.test], dataset.classes,
-        dataset.mean, dataset.std, dataset.client_names, dataset.name, partition,
+        dataset.mean, dataset.std, dataset.client_names if partition == "client" else (), dataset.name, partition,
     )  # fmt: skip
 
 
