@@ -8,6 +8,7 @@ from conftest import FEATURES, TinyNet, make, play, toy_federation
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.data.federation import Examples, Federation
+from pfedla.errors import PfedlaError
 from pfedla.simulation import simulate
 
 OPPOSITE = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0)
@@ -91,6 +92,28 @@ def test_an_unsampled_client_gets_statistics_from_its_own_training_data() -> Non
     same = runs["unsampled"].models[sampled]["bn.running_mean"]
     assert torch.equal(same, runs["never"].models[sampled]["bn.running_mean"])
     assert not torch.equal(same, runs["always"].models[sampled]["bn.running_mean"])
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"participation": 1.5}, {"batch_size": 0}])
+def test_simulate_refuses_the_impossible(wrong: dict) -> None:
+    with pytest.raises(PfedlaError, match=next(iter(wrong))):
+        simulate(toy_federation(), TinyNet(), **wrong)
+
+
+def test_a_model_with_dropout_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 3), torch.nn.Dropout(0.5))
+    with pytest.raises(PfedlaError, match="layer '1' is Dropout"):
+        simulate(toy_federation(), model)
+
+
+def test_a_frozen_layer_neither_moves_nor_travels() -> None:
+    model = TinyNet()
+    model.fc1.requires_grad_(False)
+    result = simulate(toy_federation(), model, "pfedla", rounds=2)
+    assert result.layer_names == ("fc2",)
+    assert torch.equal(result.models[0]["fc1.weight"], model.fc1.weight)
+    assert not torch.equal(result.models[0]["fc2.weight"], model.fc2.weight)
+    assert result.traffic.up_bytes == 2 * 6 * 18 * 4
 
 
 def test_simulation_gives_working_modules_and_the_callers_module_is_untouched() -> None:

@@ -1,5 +1,6 @@
 """The Python entry: a federation and a model in, personal models and alpha out."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from pfedla.algorithms import create
 from pfedla.communication import Traffic
+from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
@@ -73,18 +75,40 @@ def simulate(
     evaluate_every: int = 1,
     recalibrate: Recalibrate = "unsampled",
     on_round: Callable[[Round], None] | None = None,
+    progress: bool | None = None,
     **options: object,
 ) -> Simulation:
     """Train personal models for all clients of a federation.
 
     `model` maps a batch to logits; its present weights are everyone's start. `options` are the algorithm's own
-    (`retained_layers`, `neighbours`, …). `on_round` is called after every round.
+    (`retained_layers`, `neighbours`, …). `on_round` is called after every round. `progress` shows how far it is; left
+    out, it does so on a terminal.
     """
-    method = create(algorithm, task_of(model), LocalTraining(lr, local_epochs, batch_size), options)
-    return simulate_method(
-        federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
-        device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=on_round, module=model,
-    )  # fmt: skip
+    for name, value in (
+        ("rounds", rounds),
+        ("local_epochs", local_epochs),
+        ("batch_size", batch_size),
+        ("evaluate_every", evaluate_every),
+    ):
+        if value < 1:
+            raise PfedlaError(f"{name} = {value} is not possible: it should be at least 1")
+    if not lr > 0 or not 0 < participation <= 1:
+        raise PfedlaError(
+            f"lr = {lr}, participation = {participation}: lr must be above 0, participation above 0 and at most 1"
+        )
+    with Reporter(rounds, quiet=not (sys.stderr.isatty() if progress is None else progress)) as reporter:
+        reporter.begin(algorithm, seed)
+
+        def after_round(played: Round) -> None:
+            reporter.on_round(played)
+            if on_round is not None:
+                on_round(played)
+
+        method = create(algorithm, task_of(model), LocalTraining(lr, local_epochs, batch_size), options)
+        return simulate_method(
+            federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
+            device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round, module=model,
+        )  # fmt: skip
 
 
 def simulate_method(

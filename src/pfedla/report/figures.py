@@ -70,14 +70,17 @@ def _title(result: Mapping[str, Any]) -> str:
 
 def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> Path:
     """One heat map per layer: rows receive, columns send."""
-    columns = min(4, len(layers))
-    rows = -(-len(layers) // columns)
+    from matplotlib.colors import PowerNorm
+
+    rows = -(-len(layers) // 5)
+    columns = -(-len(layers) // rows)
+    scale = PowerNorm(0.5, vmin=0, vmax=1)  # small weights matter: a square-root scale lets them be seen
     figure, axes = _subplots(rows, columns, figsize=(2.9 * columns + 0.8, 2.9 * rows + 0.5))
     for axis in axes.flat[len(layers) :]:
         axis.set_axis_off()
     for layer, name in enumerate(layers):
         axis = axes.flat[layer]
-        picture = axis.imshow(alpha[:, layer], vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+        picture = axis.imshow(alpha[:, layer], norm=scale, cmap="viridis", interpolation="nearest")
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("sender", fontsize=8)
         axis.set_ylabel("receiver", fontsize=8)
