@@ -177,7 +177,7 @@ def _print_comparison(comparison: "Comparison") -> None:
 
     table = Table()
     for heading in ("algorithm", *COLUMNS):
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=heading == "algorithm")
     for row in comparison.rows:
         table.add_row(row.algorithm, *row.cells())
         if row.reason:
