@@ -11,7 +11,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install  ## four methods on ten unlike clients: a table and pictures
-	$(BIN)/pfedla compare -a local,fedavg,pfedla,heurpfedla -d digits --clients 10 --rounds 20
+	$(BIN)/pfedla compare -a local,fedavg,pfedla,heurpfedla -d digits --partition dominant --clients 10 --rounds 20
 
 check: install  ## lint, types, import contract
 	$(BIN)/ruff check .
