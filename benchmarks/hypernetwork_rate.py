@@ -40,7 +40,7 @@ def main(
             built = build(Experiment.parse({"seed": seed, "data": {"dataset": dataset, "partition": partition}}))
             result = simulate(
                 validation(built.federation, seed), built.module, name, rounds=rounds, local_epochs=local_epochs,
-                lr=built.algorithm.training.lr, seed=seed, evaluate_every=rounds,
+                lr=built.algorithm.training.lr, seed=seed, evaluate_every=rounds, progress=False,
                 **({} if rate is None else {"hypernetwork_lr": rate}),
             )  # fmt: skip
             accuracies.append(100 * result.accuracy.mean().item())

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from pfedla.communication import MIB, planned_traffic
+from pfedla.communication import planned_traffic
 from pfedla.layers import Layers
 from pfedla.models import MLP, PaperCNN, SmallCNN, build_model, model_for
 
@@ -84,4 +84,4 @@ def test_a_real_heurpfedla_run_saves_what_it_retains(pfedla, tmp_path) -> None:
             nearest_the_output_first = [(weight, layer) for layer, weight in enumerate(client)]
             saved += 4 * layers.num_parameters[max(nearest_the_output_first)[1]]
     assert full.down_bytes - traffic["down_bytes"] == saved
-    assert traffic["down_bytes"] / MIB < full.down_bytes / MIB
+    assert saved > 0

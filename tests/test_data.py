@@ -1,6 +1,7 @@
 """Files to arrays, labels to clients."""
 
 import gzip
+import io
 import pickle
 import struct
 
@@ -134,7 +135,7 @@ def test_uint8_images_are_normalised_by_training_data_alone() -> None:
     x[:10] = 10
     x[::2] += 2
     test = np.arange(20) >= 10
-    federation = federation_of(x, np.arange(20) % 2, np.zeros(20), test)
+    federation = federation_of(x, np.arange(20) % 2, np.zeros(20, int), test)
     assert federation.mean == (11.0,)
     assert federation.std == (1.0,)
     assert federation.normalised(federation.train[0].x).unique().tolist() == [-1.0, 1.0]
@@ -146,13 +147,16 @@ def test_uint8_images_are_normalised_by_training_data_alone() -> None:
     [
         ({"x": np.zeros((4, 2))}, "no array y"),
         ({"x": np.zeros((4, 2)), "y": np.zeros(3, int)}, "y has shape"),
-        ({"x": np.zeros((4, 2)), "y": np.zeros(4, int)}, "single class"),
-        ({"x": np.zeros((4, 2)), "y": np.array([0.5, 1, 2, 3])}, "class numbers or names"),
+        ({"x": np.zeros((4, 2)), "y": np.array([0.5, 1, 2, 3])}, "whole numbers or names"),
         ({"x": np.full((4, 2), np.nan), "y": np.arange(4)}, "not finite"),
         ({"x": np.zeros(4), "y": np.arange(4)}, "shape"),
         ({"x": np.zeros((4, 2)), "y": np.arange(4), "test": np.zeros(4)}, "boolean mask"),
-        ({"x": np.zeros((4, 2)), "y": np.arange(4), "client": np.zeros(5)}, "client has shape"),
-        ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "empty"),
+        ({"x": np.zeros((4, 2)), "y": np.arange(4), "client": np.zeros(5, int)}, "client has shape"),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "shape"),
+        ({"x": np.zeros((4, 0, 5, 5)), "y": np.arange(4)}, "shape"),
+        ({"x": np.float64(3), "y": np.arange(4)}, "shape"),
+        ({"x": np.zeros((4, 2), complex), "y": np.arange(4)}, "complex"),
+        ({"x": np.zeros((4, 2)), "y": np.arange(4), "client": np.array([0, 1, np.nan, 1])}, "client must hold"),
         ({"x": np.array([{"a": 1}] * 4, dtype=object), "y": np.arange(4)}, "plain arrays"),
     ],
 )
@@ -165,10 +169,32 @@ def test_bad_arrays_are_refused(tmp_path, arrays: dict, message: str) -> None:
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path) -> None:
     path = tmp_path / "bad.npz"
-    for content in (b"", b"not a zip", pickle.dumps({"x": [1]})):
+    plain = io.BytesIO()
+    np.save(plain, np.zeros(3))
+    for content in (b"", b"not a zip", pickle.dumps({"x": [1]}), plain.getvalue()):
         path.write_bytes(content)
         with pytest.raises(PfedlaError, match="cannot be read"):
             load_npz(path)
+
+
+def test_bytes_are_names_too() -> None:
+    assert dataset_of("mine", np.zeros((2, 2)), np.array([b"cat", b"dog"])).classes == ("cat", "dog")
+
+
+def test_a_single_class_is_refused_for_training() -> None:
+    with pytest.raises(PfedlaError, match="single class"):
+        federation_of(np.zeros((8, 2)), np.zeros(8, int), np.arange(8) % 2)
+
+
+def test_parts_of_fashion_mnist_that_do_not_fit_are_refused(tmp_path, monkeypatch) -> None:
+    """Also where the two parts' mistakes would cancel out."""
+    write_fashion(tmp_path / "fashion-mnist")
+    for part, count in (("train", 390), ("t10k", 410)):
+        path = tmp_path / "fashion-mnist" / f"{part}-labels-idx1-ubyte.gz"
+        path.write_bytes(gzip.compress(idx((np.arange(count) % 10).astype(np.uint8))))
+    monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path))
+    with pytest.raises(PfedlaError, match="not Fashion-MNIST's"):
+        load("fashion-mnist")
 
 
 # Partitions
@@ -192,7 +218,7 @@ def test_classes_are_assigned_evenly_and_distinct(clients: int, classes: int, se
 
 @settings(deadline=None, max_examples=60)
 @given(
-    partition=st.sampled_from(["classes", "dominant"]), clients=st.integers(1, 12), classes=st.integers(3, 9),
+    partition=st.sampled_from(["classes", "dominant"]), clients=st.integers(1, 12), classes=st.integers(4, 9),
     samples=st.integers(20, 60), seed=st.integers(0, 999), ready=st.booleans(),
 )  # fmt: skip
 def test_partitions(partition: str, clients: int, classes: int, samples: int, seed: int, ready: bool) -> None:
@@ -215,7 +241,8 @@ def test_partitions(partition: str, clients: int, classes: int, samples: int, se
         assert all(np.ptp(row[row > 0]) <= 1 for row in totals)
     else:
         top_two = np.sort(totals, axis=1)[:, -2:].sum(1)
-        assert (np.abs(top_two - 0.6 * samples) <= 2 + 0.4 * samples * (classes == 3)).all()
+        assert (np.abs(top_two - 0.6 * samples) <= 2).all()
+        assert (totals > 0).all()
     if ready:
         assert all((part.x.long() % 2 == 0).all() for part in federation.test)
         assert all((part.x.long() % 2 == 1).all() for part in federation.train)
@@ -226,6 +253,32 @@ def test_a_class_that_lacks_examples_is_named_with_how_many() -> None:
     dataset = dataset_of("scarce", np.zeros((420, 2)), y)
     with pytest.raises(PfedlaError, match=r"class '4' has 20 examples, the partition asks for 100: 80 are lacking"):
         partitioned(dataset, "classes", clients=5, samples_per_client=100, **SPLIT | {"classes_per_client": 5})
+
+
+@pytest.mark.parametrize(
+    ("partition", "samples", "how", "message"),
+    [
+        ("classes", 8, {}, "training and test examples of each"),
+        ("dominant", 8, {}, "too few for every class"),
+        ("dominant", 100, {"dominant_share": 0.15}, "would not prevail"),
+        ("dominant", 100, {"dominant_classes": 10}, "at most 9"),
+        ("classes", 100, {"classes_per_client": 11}, "at most 10"),
+    ],
+)
+def test_partitions_that_would_break_their_rule_are_refused(partition: str, samples: int, how: dict, message: str) -> None:
+    with pytest.raises(PfedlaError, match=message):
+        partitioned(load("digits"), partition, clients=4, samples_per_client=samples, **SPLIT | how)
+
+
+@pytest.mark.parametrize("each", [20, 40, 100])
+def test_all_of_a_ready_split_is_taken(each: int) -> None:
+    """Ten clients, two classes, 70/30 ready: nothing needs to be left over."""
+    y = np.arange(10 * each) % 2
+    test = np.arange(10 * each) // 2 % 10 < 3
+    dataset = dataset_of("ready", np.zeros((10 * each, 1)), y, test=test)
+    how = SPLIT | {"classes_per_client": 2}
+    federation = partitioned(dataset, "classes", clients=10, samples_per_client=None, **how)
+    assert (federation.class_counts().sum((1, 2)) == each).all()
 
 
 def test_all_that_the_classes_allow_is_taken_when_no_number_is_given() -> None:

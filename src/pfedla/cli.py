@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,9 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from pfedla.errors import PfedlaError
-
-if TYPE_CHECKING:
-    from pfedla.comparison import Comparison
 
 app = typer.Typer(
     help="Personalised federated learning: learn how much of each layer to borrow from whom.",
@@ -23,8 +20,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(help="The data sets: what there is and where.", invoke_without_command=True)
-app.add_typer(data_app, name="data")
 out_console = Console(highlight=False, markup=False)
 
 File = Annotated[
@@ -68,11 +63,23 @@ PLACES = {
 }  # fmt: skip
 
 
-def _values(options: dict[str, Any]) -> dict[str, Any]:
-    """The experiment file, the options that were given, then --set: each lies over the one before."""
+def _values(options: dict[str, Any], spread: bool = False) -> dict[str, Any]:
+    """The experiment file, the options that were given, then --set: each lies over the one before.
+
+    The options in the file's [algorithm] are those of the algorithm it names: they do not go over to another one that the
+    command names. With `spread` (compare) they move into a section of that name.
+    """
     from pfedla.experiment import overlay, read_toml, with_setting
 
     values = read_toml(options["file"]) if options.get("file") else {}
+    section = values.get("algorithm")
+    if isinstance(section, dict):
+        named = section.get("name", "pfedla")
+        if spread and isinstance(named, str):
+            own = {key: value for key, value in values.pop("algorithm").items() if key != "name"}
+            values = overlay({named: own} if own else {}, values)
+        elif options.get("algorithm") not in (None, named):
+            values["algorithm"] = {}
     for name, place in PLACES.items():
         if (value := options.get(name)) is not None:
             nested: Any = value
@@ -112,27 +119,14 @@ def run(
     if as_json:
         print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
-        _print_result(result, folder.path)
+        from pfedla.report.tables import result_table, traffic_line
 
-
-def _print_result(result: dict[str, Any], folder: Path) -> None:
-    from pfedla.communication import MIB
-
-    table = Table(title=f"{result['algorithm']} on {result['dataset']}, {result['clients']} clients", title_justify="left")
-    for heading in ("test accuracy, last round", "mean", "std", "lowest tenth", "worst"):
-        table.add_column(heading, justify="left" if heading.startswith("test") else "right")
-    for label, key in (("personal models", "accuracy"), ("after local training", "accuracy_after_training")):
-        numbers = [result[key][part] for part in ("mean", "std", "p10", "worst")]
-        table.add_row(label, *("–" if number is None else f"{100 * number:.1f} %" for number in numbers))
-    out_console.print(table)
-    traffic = result["traffic"]
-    out_console.print(
-        f"traffic {traffic['down_bytes'] / MIB:.2f} MiB down, {traffic['up_bytes'] / MIB:.2f} MiB up; "
-        f"{result['seconds']['total']:.1f} s; results and pictures in {folder}",
-        soft_wrap=True,
-    )
-    if result["refused_uploads"]:
-        out_console.print(f"{result['refused_uploads']} uploads were not finite and were refused; a smaller --lr may help")
+        out_console.print(result_table(result))
+        seconds = f"{result['seconds']['total']:.1f} s"
+        where = f"results and pictures in {folder.path}"
+        out_console.print(f"{traffic_line(result['traffic'])}; {seconds}; {where}", soft_wrap=True)
+        if result["refused_uploads"]:
+            out_console.print(f"{result['refused_uploads']} uploads were not finite and were refused; a smaller --lr may help")
 
 
 @app.command()
@@ -153,39 +147,25 @@ def compare(
 
     Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
     """
-    values = _values(locals())
+    values = _values(locals(), spread=True)
     from pfedla.algorithms import ALGORITHMS
     from pfedla.comparison import compare as compare_all
     from pfedla.comparison import plan
     from pfedla.console import Reporter
+    from pfedla.report.tables import comparison_table
 
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
     numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
-    if not names or not numbers:
-        raise PfedlaError("give at least one algorithm and one seed")
-    total = sum(experiment.rounds for _, _, experiment in plan(values, names, numbers))
-    with Reporter(total, quiet or as_json) as reporter:
-        comparison = compare_all(values, names, numbers, out, reporter.begin, reporter.on_round)
+    planned = plan(values, names, numbers, out)
+    with Reporter(planned.total_rounds, quiet or as_json) as reporter:
+        rows = compare_all(planned, reporter.begin, reporter.on_round)
     if as_json:
-        print((comparison.folder / "comparison.json").read_text(encoding="utf-8"))
+        print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:
-        _print_comparison(comparison)
-
-
-def _print_comparison(comparison: "Comparison") -> None:
-    from pfedla.comparison import COLUMNS
-
-    table = Table()
-    for heading in ("algorithm", *COLUMNS):
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=heading == "algorithm")
-    for row in comparison.rows:
-        table.add_row(row.algorithm, *row.cells())
-        if row.reason:
-            table.caption = f"– {row.algorithm}: {row.reason}"
-    out_console.print(table)
-    out_console.print("Test accuracy on every client's own data, last round; MiB down and up in all.")
-    for path in [comparison.folder / "comparison.md", *sorted(comparison.folder.rglob("*.png"))]:
-        out_console.print(f"  {path}", soft_wrap=True)
+        out_console.print(comparison_table(rows))
+        out_console.print("Test accuracy on every client's own data, last round; MiB down and up in all.")
+        for path in [planned.folder / "comparison.md", *sorted(planned.folder.rglob("*.png"))]:
+            out_console.print(f"  {path}", soft_wrap=True)
 
 
 def _words(text: str) -> list[str]:
@@ -213,7 +193,7 @@ def algorithms(as_json: Json = False) -> None:
     out_console.print(table)
 
 
-@data_app.callback()
+@app.command()
 def data() -> None:
     """The data sets: their shape, and where each would be read from."""
     from pfedla.data.datasets import KNOWN, data_directory, fashion_mnist_folder
@@ -232,8 +212,8 @@ def data() -> None:
 @app.command()
 def communication(
     dataset: Annotated[str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, cifar100, digits.")],
-    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 75,
+    clients: Annotated[int, typer.Option(min=1, max=10**9, help="Number of clients.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, max=10**9, help="Rounds.")] = 75,
     participation: Annotated[float, typer.Option(help="Share of the clients in each round.")] = 1.0,
     retain: Annotated[str, typer.Option(help="Layers kept at home in every round, separated by commas: fc3,fc1.")] = "",
     model: Annotated[str, typer.Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
@@ -242,10 +222,11 @@ def communication(
     """What a run sends, in MiB (2^20 bytes): computed from the model, no data needed. Retained layers save the download."""
     import torch
 
-    from pfedla.communication import MIB, planned_traffic
+    from pfedla.communication import planned_traffic
     from pfedla.data.datasets import known
     from pfedla.layers import Layers
     from pfedla.models import build_model, model_for
+    from pfedla.report.tables import MIB
     from pfedla.rounds import participants
 
     entry = known(dataset)
@@ -328,3 +309,8 @@ def main() -> None:
     except PfedlaError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
+    except (OSError, MemoryError) as error:  # a full disk, a folder that may not be written
+        Console(stderr=True, highlight=False).print(
+            f"[bold red]pfedla:[/] {escape(str(error) or 'out of memory')}", soft_wrap=True
+        )
+        sys.exit(1)

@@ -1,4 +1,4 @@
-"""Bytes on the wire: the tensors of the sent layers, nothing else. 1 MiB = 2**20 bytes."""
+"""Bytes on the wire: the tensors of the sent layers, nothing else."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from pfedla.contracts import Payload
 from pfedla.layers import Layers
 
-MIB = 2**20
 FLOAT_BYTES = 4
 
 

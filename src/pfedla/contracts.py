@@ -80,6 +80,7 @@ class Trained(NamedTuple):
     uploads: Payload
     training_loss: Tensor
     after_training: ClientMetrics  # the trained models on the clients' own test data
+    finite: Tensor  # bool per client: whether its trained model and private state are
 
 
 @dataclass(frozen=True)

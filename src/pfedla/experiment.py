@@ -22,7 +22,7 @@ from pfedla.seeds import generator
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -40,13 +40,13 @@ class DataSection(_Section):
     classes_per_client: Positive | Auto = AUTO  # auto: 4; 12 with a hundred classes
     dominant_classes: Positive | Auto = AUTO  # auto: 2; 6 with a hundred classes
     dominant_share: Share = 0.6
-    test_share: Share = 0.3
+    test_share: Share | Auto = AUTO  # auto: 0.3, unless the data name both clients and a ready test split
 
 
 class TrainingSection(_Section):
     """[training]: the local budget, the same for every method."""
 
-    lr: Annotated[float, Field(gt=0)] | Auto = AUTO  # auto: the paper's for the data set
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # auto: the paper's for the data set
     local_epochs: Positive = 5
     batch_size: Positive = 32
 
@@ -55,7 +55,7 @@ class EngineSection(_Section):
     """[engine]: where the clients run; the results do not depend on the number of threads."""
 
     name: str = "threaded"
-    threads: Annotated[int, Field(ge=0)] = 0  # 0: one per core
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one per core
     device: str = "cpu"
 
 
@@ -73,7 +73,7 @@ class AlgorithmSection(_Section):
 class Experiment(_Section):
     """Everything that decides the numbers of a run."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Positive = 20
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     evaluate_every: Positive = 1
@@ -104,6 +104,8 @@ def _explain(error: ValidationError) -> str:
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
         return f"unknown key {key!r}; the keys here are: {', '.join(fields.model_fields)}"
     # A union ("auto" or a number) reports each of its members: the one about the number says more.
+    if problem["type"] == "model_type":
+        return f"{key} = {problem['input']!r} is not possible: [{key}] is a section"
     same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
     messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
     return f"{key} = {problem['input']!r} is not possible: it should be {' or '.join(messages)}"
@@ -135,8 +137,12 @@ def overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dictionaries merged; what is above wins."""
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
-        merged[key] = overlay(below[key], value) if both else value
+        if isinstance(value, Mapping) and key in below:
+            if not isinstance(below[key], Mapping):
+                raise PfedlaError(f"{key} = {below[key]!r} is not possible: [{key}] is a section")
+            merged[key] = overlay(below[key], value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -151,42 +157,41 @@ class Built(NamedTuple):
 
 def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
-    algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)  # quick to refuse
+    options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
     if experiment.engine.name not in ENGINES:
         raise unknown("engine", experiment.engine.name, ENGINES)
     usable_device(experiment.engine.device)
     if experiment.model not in (AUTO, *MODELS):
         raise unknown("model", experiment.model, [AUTO, *MODELS])
-    dataset = dataset or datasets.load(experiment.data.dataset)
-    data = _resolve_data(experiment.data, dataset)
-    federation = partitioned(
-        dataset, _chosen(data.partition), clients=_chosen(data.clients),
-        samples_per_client=None if data.samples_per_client == AUTO else data.samples_per_client,
-        classes_per_client=_chosen(data.classes_per_client), dominant_classes=_chosen(data.dominant_classes),
-        dominant_share=data.dominant_share, test_share=data.test_share, seed=experiment.seed,
-    )  # fmt: skip
-    if data.partition != "client":
-        per_client = len(federation.train[0].y) + len(federation.test[0].y)
-        data = data.model_copy(update={"samples_per_client": per_client})
+    data, federation = build_federation(experiment.data, experiment.seed, dataset)
     name = model_for(federation.shape) if experiment.model == AUTO else experiment.model
     module = build_model(name, federation.shape, len(federation.classes), generator(experiment.seed, "model"))
     training = experiment.training
     if training.lr == AUTO:
-        entry = datasets.KNOWN.get(experiment.data.dataset)
+        entry = datasets.KNOWN.get(data.dataset)
         training = training.model_copy(update={"lr": entry.lr if entry else 0.01})
-    options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
-    method = algorithms.create(
-        experiment.algorithm.name, task_of(module),
-        LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size), options,
-    )  # fmt: skip
+    budget = LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size)
+    method = algorithms.create(experiment.algorithm.name, task_of(module), budget, options)
     method.check(len(federation))
-    resolved = experiment.model_copy(
-        update={
-            "data": data, "model": name, "training": training,
-            "algorithm": AlgorithmSection(name=experiment.algorithm.name, **options),
-        }
-    )  # fmt: skip
+    section = AlgorithmSection(name=experiment.algorithm.name, **options)
+    resolved = experiment.model_copy(update={"data": data, "model": name, "training": training, "algorithm": section})
     return Built(resolved, federation, module, method)
+
+
+def build_federation(data: DataSection, seed: int, dataset: datasets.Dataset | None = None) -> tuple[DataSection, Federation]:
+    """The federation, and its section with every "auto" resolved."""
+    dataset = dataset or datasets.load(data.dataset)
+    data = _resolve_data(data, dataset)
+    federation = partitioned(
+        dataset, _chosen(data.partition), clients=_chosen(data.clients),
+        samples_per_client=None if data.samples_per_client == AUTO else data.samples_per_client,
+        classes_per_client=_chosen(data.classes_per_client), dominant_classes=_chosen(data.dominant_classes),
+        dominant_share=data.dominant_share, test_share=0.3 if data.test_share == AUTO else data.test_share, seed=seed,
+    )  # fmt: skip
+    if data.partition != "client":
+        per_client = len(federation.train[0].y) + len(federation.test[0].y)
+        data = data.model_copy(update={"samples_per_client": per_client})
+    return data, federation
 
 
 def _chosen(value: Any) -> Any:
@@ -196,28 +201,31 @@ def _chosen(value: Any) -> Any:
 
 
 def _resolve_data(data: DataSection, dataset: datasets.Dataset) -> DataSection:
-    many = len(dataset.classes) >= 100
-    found = len(dataset.client_names)
-    partition = data.partition
-    if partition == AUTO:
-        partition = "client" if found else "classes"
-    clients = data.clients
-    if partition == "client":
-        if found and clients not in (AUTO, found):
-            raise PfedlaError(f"clients = {clients}, but {dataset.name} names {found} clients; leave it out")
-        clients = found
-    elif clients == AUTO:
-        clients = 10
-    if isinstance(clients, int) and clients > len(dataset.y):
-        raise PfedlaError(f"{clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
+    num_classes, found = len(dataset.classes), len(dataset.client_names)
+    chosen: dict[str, Any] = {"partition": data.partition}
+    if data.partition == AUTO:
+        chosen["partition"] = "client" if found else "classes"
+    if data.dataset.endswith(".npz"):
+        chosen["dataset"] = str(Path(data.dataset).resolve())  # the run folder may be used from elsewhere
     entry = datasets.KNOWN.get(data.dataset)
-    samples: int | Auto = data.samples_per_client
-    if samples == AUTO and entry and entry.samples_per_client and partition != "client":
-        samples = entry.samples_per_client
-    auto_classes = {"classes_per_client": (4, 12), "dominant_classes": (2, 6)}
-    chosen = {
-        key: min(values[many], len(dataset.classes) - (key == "dominant_classes"))
-        for key, values in auto_classes.items()
-        if getattr(data, key) == AUTO
-    }
-    return data.model_copy(update={"partition": partition, "clients": clients, "samples_per_client": samples, **chosen})
+    if chosen["partition"] == "client":
+        if found and data.clients not in (AUTO, found):
+            raise PfedlaError(f"clients = {data.clients}, but {dataset.name} names {found} clients; leave it out")
+        if data.samples_per_client != AUTO:
+            raise PfedlaError(f"samples_per_client: {dataset.name} says whose each example is, all are used; leave it out")
+        if dataset.test is not None and data.test_share != AUTO:
+            raise PfedlaError(f"test_share: {dataset.name} has a ready test split; leave it out")
+        chosen["clients"] = found
+    elif data.clients == AUTO:
+        chosen["clients"] = 10
+    elif data.clients > len(dataset.y):
+        raise PfedlaError(f"{data.clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
+    if data.samples_per_client == AUTO and entry and entry.samples_per_client:
+        chosen["samples_per_client"] = entry.samples_per_client
+    if data.test_share == AUTO and not (chosen["partition"] == "client" and dataset.test is not None):
+        chosen["test_share"] = 0.3
+    if data.classes_per_client == AUTO:
+        chosen["classes_per_client"] = 12 if num_classes >= 100 else min(4, num_classes)
+    if data.dominant_classes == AUTO:
+        chosen["dominant_classes"] = 6 if num_classes >= 100 else min(2, max(1, num_classes // 2))
+    return data.model_copy(update=chosen)

@@ -43,7 +43,7 @@ class Layers:
             seen.update(map(id, own.values()))  # a tied weight counts once, where it first stands
             trained = [name for name, parameter in own.items() if parameter.requires_grad]
             if trained:
-                names.append(module_name or "model")
+                names.append(module_name or "(root)")
                 sizes.append(sum(own[name].numel() for name in trained))
                 index.update(dict.fromkeys(trained, len(names) - 1))
             rest = [name for name in own if name not in trained]

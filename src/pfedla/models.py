@@ -98,7 +98,7 @@ def model_for(shape: Shape) -> str:
 def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Generator) -> nn.Module:
     """A named model, its weights drawn from `generator`; the global random stream is left as it was."""
     if name not in MODELS:
-        raise unknown("model", name, ["auto", *MODELS])
+        raise unknown("model", name, MODELS)
     if len(shape) != 3 and name != "mlp":
         raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
     with torch.random.fork_rng(devices=[]):
@@ -143,10 +143,29 @@ class ClassificationTask:
             module = copy.deepcopy(self._module).train(mode != "eval")
             if mode == "recalibrate":
                 for part in module.modules():
-                    if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                    if isinstance(part, nn.modules.batchnorm._NormBase):
                         part.momentum = 1.0  # the statistics become those of the one batch they see
             setattr(self._copies, mode, module)
         return getattr(self._copies, mode)  # type: ignore[no-any-return]
+
+    def check(self, x: Tensor, num_classes: int) -> None:
+        """Try the model on a batch in training mode and refuse what could not be trained or repeated."""
+        before = torch.random.get_rng_state()
+        try:
+            with torch.no_grad():
+                logits = functional_call(self._own_copy("train"), self.initial(), (x,))
+        except Exception as error:  # whatever the user's module raises
+            reason = str(error).splitlines()[0]
+            raise PfedlaError(f"the model cannot train on a batch of shape {tuple(x.shape)}: {reason}") from error
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape != (len(x), max(num_classes, logits.shape[1])):
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise PfedlaError(f"the model should give a logit for each of the {num_classes} classes, it gives {shape}")
+        if not torch.equal(before, torch.random.get_rng_state()):
+            torch.random.set_rng_state(before)
+            raise PfedlaError(
+                "the model draws random numbers while it trains (dropout?): they come from a stream shared by all clients, "
+                "so no run could be repeated; switch them off"
+            )
 
     def loss(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
         statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
@@ -166,10 +185,4 @@ def task_of(module: nn.Module) -> ClassificationTask:
     """Any classifier as a task: takes a batch, returns logits; its present weights are the common initialisation."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PfedlaError("the model has no trainable parameter")
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise PfedlaError(
-                f"layer {name!r} is {type(part).__name__}(p={part.p}): it draws from a stream shared by all clients, so "
-                "no run could be repeated; set its p to 0"
-            )
     return ClassificationTask(module)

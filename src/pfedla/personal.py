@@ -3,19 +3,33 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pfedla.data import datasets
 from pfedla.errors import PfedlaError, unknown
-from pfedla.experiment import Experiment, build, read_toml
+from pfedla.experiment import Experiment, build_federation, read_toml
 from pfedla.models import build_model, load_tensors, task_of
+from pfedla.results import new_folder
 from pfedla.training import evaluate
+
+
+class FederationFile(BaseModel):
+    """federation.json of a run folder."""
+
+    shape: tuple[Annotated[int, Field(ge=1)], ...]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    clients: tuple[str, ...]
+    train: list[list[int]]
+    test: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -24,10 +38,8 @@ class PersonalModel:
     client: int
     module: nn.Module
     tensors: dict[str, Tensor]
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    experiment: Experiment
+    federation: FederationFile
 
 
 class RawInput(nn.Module):
@@ -39,9 +51,10 @@ class RawInput(nn.Module):
     def __init__(self, personal: PersonalModel) -> None:
         super().__init__()
         self.model = load_tensors(personal.module, personal.tensors)
-        per_channel = (-1, *(1 for _ in personal.shape[1:])) if personal.mean else (1,)
-        self.register_buffer("mean", torch.tensor(personal.mean or [0.0]).view(per_channel))
-        self.register_buffer("std", torch.tensor(personal.std or [1.0]).view(per_channel))
+        data = personal.federation
+        per_channel = (-1, *(1 for _ in data.shape[1:])) if data.mean else (1,)
+        self.register_buffer("mean", torch.tensor(data.mean or [0.0]).view(per_channel))
+        self.register_buffer("std", torch.tensor(data.std or [1.0]).view(per_channel))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model((x.to(torch.float32) - self.mean) / self.std)  # type: ignore[no-any-return]
@@ -52,13 +65,14 @@ def load_personal(run: Path, client: int) -> PersonalModel:
     for name in ("experiment.toml", "federation.json", "result.json"):
         if not (run / name).exists():
             raise PfedlaError(f"{run} is not a finished run: it has no {name}")
-    federation = json.loads((run / "federation.json").read_text(encoding="utf-8"))
+    try:
+        federation = FederationFile.model_validate_json((run / "federation.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        raise PfedlaError(f"{run / 'federation.json'} is damaged: {str(error).splitlines()[0]}") from None
     experiment = Experiment.parse(read_toml(run / "experiment.toml"))
-    count = len(federation["clients"])
-    if not 0 <= client < count:
-        raise PfedlaError(f"client {client}: this run has clients 0 to {count - 1}")
-    shape, classes = tuple(federation["shape"]), tuple(federation["classes"])
-    module = build_model(experiment.model, shape, len(classes), torch.Generator())
+    if not 0 <= client < len(federation.clients):
+        raise PfedlaError(f"client {client}: this run has clients 0 to {len(federation.clients) - 1}")
+    module = build_model(experiment.model, federation.shape, len(federation.classes), torch.Generator())
     path = run / "models" / f"client-{client}.safetensors"
     try:
         tensors = load_file(path)
@@ -73,63 +87,64 @@ def load_personal(run: Path, client: int) -> PersonalModel:
             raise PfedlaError(f"{path}: {name} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}")
         if found.is_floating_point() and not found.isfinite().all():
             raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
-    return PersonalModel(run, client, module, tensors, shape, classes, tuple(federation["mean"]), tuple(federation["std"]))
+    return PersonalModel(run, client, module, tensors, experiment, federation)
 
 
 def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, Any]:
     """Accuracy of a personal model on the examples of a file, or on the client's own test split of the run."""
-    if data is None:
-        federation = build(Experiment.parse(read_toml(personal.run / "experiment.toml"))).federation
-        x, y = federation.test[personal.client]
-    else:
-        x, y = _examples(personal, datasets.load_npz(data))
+    x, y = _own_test_split(personal) if data is None else _examples(personal, data)
     model = RawInput(personal).eval()
     with torch.no_grad():
         correct, loss = evaluate(task_of(model), dict(model.named_parameters()) | dict(model.named_buffers()), x, y)
     return {"client": personal.client, "examples": len(y), "accuracy": correct.item() / len(y), "loss": loss.item()}
 
 
-def _examples(personal: PersonalModel, dataset: datasets.Dataset) -> tuple[Tensor, Tensor]:
-    """The rows of the file that are this client's (all, if it names no clients), labels as the run numbers them."""
-    if dataset.x.shape[1:] != personal.shape:
-        raise PfedlaError(f"{dataset.name}: examples of shape {dataset.x.shape[1:]}, the model takes {personal.shape}")
+def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
+    section, federation = build_federation(personal.experiment.data, personal.experiment.seed)
+    if federation.class_counts()[:, 1].tolist() != personal.federation.test:
+        raise PfedlaError(f"{section.dataset} is not what it was when the run was made; give a file with --data")
+    return federation.test[personal.client]
+
+
+def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
+    """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
+    dataset = datasets.load_npz(path)
+    known = personal.federation
+    if dataset.x.shape[1:] != known.shape:
+        raise PfedlaError(f"{path}: examples of shape {dataset.x.shape[1:]}, the model takes {known.shape}")
     for name in dataset.classes:
-        if name not in personal.classes:
-            raise unknown("class", name, personal.classes)
-    renumber = np.array([personal.classes.index(name) for name in dataset.classes])
-    rows = np.ones(len(dataset.y), bool)
-    if dataset.client is not None:
-        clients = json.loads((personal.run / "federation.json").read_text(encoding="utf-8"))["clients"]
-        who = clients[personal.client]
+        if name not in known.classes:
+            raise unknown("class", name, known.classes)
+    if dataset.test is None and str(path.resolve()) == personal.experiment.data.dataset:
+        raise PfedlaError(f"{path}: the run trained on these examples; leave --data out to test on the client's own split")
+    rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
+    if dataset.client is not None and personal.experiment.data.partition == "client":
+        who = known.clients[personal.client]
         if who not in dataset.client_names:
-            raise PfedlaError(f"{dataset.name} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}")
+            raise PfedlaError(f"{path} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}")
         rows &= dataset.client == dataset.client_names.index(who)
-    if dataset.test is not None:
-        rows &= dataset.test
     if not rows.any():
-        raise PfedlaError(f"{dataset.name} has no test example of this client")
+        raise PfedlaError(f"{path} has no test example of this client")
+    renumber = np.array([known.classes.index(name) for name in dataset.classes])
     return torch.from_numpy(dataset.x[rows]), torch.from_numpy(renumber[dataset.y[rows]])
 
 
 def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     """A plain state_dict (safetensors), a torch.export program that takes raw inputs, and a description of both."""
-    if out.exists():
-        raise PfedlaError(f"{out} exists already and is never overwritten; choose another folder with --out")
-    program = RawInput(personal).eval()
-    example = torch.zeros(2, *personal.shape)
+    new_folder(out)
+    data = personal.federation
     batch = torch.export.Dim("batch", min=1)
-    exported = torch.export.export(program, (example,), dynamic_shapes=({0: batch},))
-    out.mkdir(parents=True)
+    exported = torch.export.export(RawInput(personal).eval(), (torch.zeros(2, *data.shape),), dynamic_shapes=({0: batch},))
     paths = [out / "state_dict.safetensors", out / "model.pt2", out / "model.json"]
     state = load_tensors(personal.module, personal.tensors).state_dict()
     save_file({name: value.contiguous().clone() for name, value in state.items()}, paths[0])
     torch.export.save(exported, paths[1])
     description = {
         "client": personal.client,
-        "input": {"shape": ["batch", *personal.shape], "dtype": "float32", "values": "as in the data files"},
+        "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "as in the data files"},
         "output": "logits, one per class",
-        "classes": personal.classes,
-        "normalisation_inside": {"mean": personal.mean, "std": personal.std},
+        "classes": data.classes,
+        "normalisation_inside": {"mean": data.mean, "std": data.std},
         "state_dict_normalisation": "state_dict.safetensors takes inputs that are normalised already: (x - mean) / std",
     }
     paths[2].write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

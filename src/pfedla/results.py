@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,22 @@ def summary(accuracies: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def new_folder(path: Path) -> Path:
+    """A folder that was not there before: nothing is ever overwritten."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise PfedlaError(f"{path} exists already and is never overwritten; choose another folder with --out") from None
+    except OSError as error:
+        raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
+    return path
+
+
 class RunFolder:
-    """Writes a run as it goes. The folder must be new: nothing is ever overwritten."""
+    """Writes a run as it goes."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            raise PfedlaError(f"{path} exists already and is never overwritten; choose another folder with --out") from None
-        except OSError as error:
-            raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
-        self.path = path
+        self.path = new_folder(path)
         self.seconds: list[dict[str, float]] = []
 
     def start(self, built: Built) -> None:
@@ -154,26 +160,31 @@ def _describe(federation: Federation) -> dict[str, Any]:
 def run_built(built: Built, folder: RunFolder, on_round: Callable[[Round], None] | None = None) -> dict[str, Any]:
     """Play a built experiment into its folder; returns what result.json holds."""
     experiment = built.experiment
-    folder.start(built)
 
     def record(played: Round) -> None:
         folder.add_round(played)
         if on_round is not None:
             on_round(played)
 
-    simulation = simulate_method(
-        built.federation, built.algorithm, rounds=experiment.rounds, participation=experiment.participation,
-        seed=experiment.seed, engine=experiment.engine.name, threads=experiment.engine.threads,
-        device=experiment.engine.device, evaluate_every=experiment.evaluate_every,
-        recalibrate=experiment.recalibrate, on_round=record, module=built.module,
-    )  # fmt: skip
-    return folder.finish(built, simulation)
+    try:
+        folder.start(built)
+        simulation = simulate_method(
+            built.federation, built.algorithm, rounds=experiment.rounds, participation=experiment.participation,
+            seed=experiment.seed, engine=experiment.engine.name, threads=experiment.engine.threads,
+            device=experiment.engine.device, evaluate_every=experiment.evaluate_every,
+            recalibrate=experiment.recalibrate, on_round=record, module=built.module,
+        )  # fmt: skip
+        return folder.finish(built, simulation)
+    except BaseException:
+        if not folder.seconds:  # it failed before anything was learned: leave nothing behind
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 def free_folder(experiment: Experiment, root: Path = Path("runs")) -> Path:
     """runs/<algorithm>-<dataset>-<partition>-s<seed>, numbered if it is taken."""
     data = experiment.data
-    name = f"{experiment.algorithm.name}-{Path(data.dataset).stem}-{data.partition}-s{experiment.seed}"
+    name = f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.partition}-s{experiment.seed}"
     return numbered(root / name)
 
 

@@ -22,7 +22,7 @@ class Round(NamedTuple):
 
     round: int  # 1 is the first
     cohort: Cohort  # who took part and was accepted
-    refused: Tensor  # ids whose upload was not finite
+    refused: Tensor  # ids that came back with numbers that are not finite
     training_loss: Tensor
     after_training: ClientMetrics
     evaluation: ClientMetrics | None  # the personal models of all clients, if this round was evaluated
@@ -91,13 +91,13 @@ def run_rounds(
 
 
 def refuse_bad(trained: Trained, downloads: Payload) -> tuple[Tensor, Trained, Payload]:
-    """Leave out the clients whose upload is not finite: (their ids, what remains, the downloads of those who remain)."""
-    finite = finite_rows(trained.uploads.tensors)
-    if finite is None or finite.all():
+    """Leave out the clients that came back with numbers that are not finite: (their ids, the others, their downloads)."""
+    finite = trained.finite & finite_rows(trained.uploads.tensors, len(trained.finite))
+    if finite.all():
         return trained.cohort.ids[:0], trained, downloads
     accepted = Trained(
         trained.cohort.only(finite), trained.uploads.rows(finite), trained.training_loss[finite],
-        ClientMetrics(*(metric[finite] for metric in trained.after_training)),
+        ClientMetrics(*(metric[finite] for metric in trained.after_training)), trained.finite[finite],
     )  # fmt: skip
     return trained.cohort.ids[~finite], accepted, downloads.rows(finite)
 

@@ -1,8 +1,10 @@
 """The Python entry: a federation and a model in, personal models and alpha out."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,10 @@ from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, unknown
 from pfedla.models import load_tensors, task_of
-from pfedla.rounds import Round, everyone, run_rounds
+from pfedla.rounds import EVALUATION_CHUNK, Round, everyone, run_rounds
+from pfedla.training import batch_bounds
 
 SNAPSHOTS = 100
 SNAPSHOT_NUMBERS = 2**26  # at most 256 MiB of alpha are kept
@@ -48,7 +51,10 @@ class Simulation:
         return self.alphas[-1]
 
     def personal_model(self, client: int) -> nn.Module:
-        """What this client would deploy: a copy of your module with its tensors, in eval mode."""
+        """What this client would deploy: a copy of your module with its tensors, in eval mode.
+
+        It takes what it was trained on: uint8 images go through `Federation.normalised` first.
+        """
         return load_tensors(self.module, self.models[client])
 
 
@@ -84,15 +90,14 @@ def simulate(
     (`retained_layers`, `neighbours`, …). `on_round` is called after every round. `progress` shows how far it is; left
     out, it does so on a terminal.
     """
-    for name, value in (
-        ("rounds", rounds),
-        ("local_epochs", local_epochs),
-        ("batch_size", batch_size),
-        ("evaluate_every", evaluate_every),
-    ):
-        if value < 1:
-            raise PfedlaError(f"{name} = {value} is not possible: it should be at least 1")
-    if not lr > 0 or not 0 < participation <= 1:
+    least = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "evaluate_every": 1, "threads": 0}
+    given = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
+    for name, value in {**given, "threads": threads}.items():
+        if value < least[name]:
+            raise PfedlaError(f"{name} = {value} is not possible: it should be at least {least[name]}")
+    if recalibrate not in get_args(Recalibrate):
+        raise unknown("recalibrate", recalibrate, get_args(Recalibrate))
+    if not 0 < lr < math.inf or not 0 < participation <= 1:
         raise PfedlaError(
             f"lr = {lr}, participation = {participation}: lr must be above 0, participation above 0 and at most 1"
         )
@@ -104,7 +109,10 @@ def simulate(
             if on_round is not None:
                 on_round(played)
 
-        method = create(algorithm, task_of(model), LocalTraining(lr, local_epochs, batch_size), options)
+        task = task_of(model)
+        sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
+        task.check(federation.normalised(federation.train[0].x[: min(sizes)]), len(federation.classes))
+        method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size), options)
         return simulate_method(
             federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
             device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round, module=model,
@@ -146,7 +154,10 @@ def simulate_method(
                 on_round(played)
         assert played.evaluation is not None  # the last round always is
         cohort = everyone(federation.num_examples, rounds + 1, seed)
-        models = clients.personal_models(cohort, method.download(played.server, cohort))
+        models: list[Params] = []
+        for rows in torch.split(torch.arange(num_clients), EVALUATION_CHUNK):
+            chunk = cohort.only(rows)
+            models += clients.personal_models(chunk, method.download(played.server, chunk))
     return Simulation(
         method, played.evaluation.accuracy, played.evaluation.loss, after_training, played.traffic, refused,
         torch.stack(alphas) if alphas else None, alpha_rounds, models, module,

@@ -18,7 +18,7 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
     start = 0
     while start < num_examples:
         stop = min(start + batch_size, num_examples)
-        if num_examples - stop == 1:
+        if num_examples - stop == 1 and batch_size > 1:
             stop = num_examples
         yield start, stop
         start = stop
@@ -43,6 +43,7 @@ def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor,
     correct, loss = torch.zeros((), dtype=torch.int64, device=x.device), torch.zeros((), device=x.device)
     for start in range(0, len(y), EVALUATION_BATCH):
         logits, target = task.logits(tensors, x[start : start + EVALUATION_BATCH]), y[start : start + EVALUATION_BATCH]
-        correct = correct + (logits.argmax(-1) == target).sum()
+        right = (logits.argmax(-1) == target) & logits.isfinite().all(-1)  # a broken model is never right
+        correct = correct + right.sum()
         loss = loss + F.cross_entropy(logits, target, reduction="sum")
     return correct, loss / len(y)

@@ -36,7 +36,14 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     }
 
 
-def finite_rows(stacked: Params) -> Tensor | None:
-    """For every row whether all its numbers are finite; None if there is nothing to look at."""
-    rows = [value.flatten(1).isfinite().all(1) for value in stacked.values() if value.is_floating_point()]
-    return torch.stack(rows).all(0) if rows else None
+def finite_rows(stacked: Params, count: int) -> Tensor:
+    """For each of `count` rows whether all its numbers are finite."""
+    finite = torch.ones(count, dtype=torch.bool)
+    for value in stacked.values():
+        if value.is_floating_point():
+            finite &= value.flatten(1).isfinite().all(1)
+    return finite
+
+
+def is_finite(tree: Params) -> bool:
+    return all(bool(value.isfinite().all()) for value in tree.values() if value.is_floating_point())

@@ -17,7 +17,7 @@ from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
 from pfedla.layers import choose, mix
 from pfedla.seeds import generator
 from pfedla.training import sgd
-from pfedla.tree import put, repeat, take
+from pfedla.tree import finite_rows, put, repeat, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,11 @@ class PFedLA(Algorithm):
 
     retained_layers: Annotated[int, Field(ge=0)] = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
     neighbours: Annotated[int, Field(ge=1)] | Literal["all"] = "all"  # K: only the K largest weights are mixed
-    hypernetwork_lr: Annotated[float, Field(gt=0)] = 3.0  # measured on validation data: docs/algorithms/pfedla.md
-    embedding_size: Annotated[int, Field(ge=1)] = 100
-    hidden_size: Annotated[int, Field(ge=1)] = 100
+    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
+        3.0  # measured on validation data: docs/algorithms/pfedla.md
+    )
+    embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
+    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Literal["softmax", "relu"] = "softmax"
 
     def check(self, num_clients: int) -> None:
@@ -104,9 +106,11 @@ class PFedLA(Algorithm):
         wish = layer_gradient(delta, server["models"], self.task.layers)
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
-        stepped = self._hypernetwork(wish.shape[-1]).step(
-            take(server["hypernetworks"], cohort.ids), cohort.ids, wish, self.hypernetwork_lr
-        )
+        before = take(server["hypernetworks"], cohort.ids)
+        stepped = self._hypernetwork(wish.shape[-1]).step(before, cohort.ids, wish, self.hypernetwork_lr)
+        # A finite but huge upload can overflow g; that client's weights then stay as they were.
+        sound = finite_rows(stepped, len(cohort.ids)).nonzero().squeeze(1)
+        stepped = put(before, sound, take(stepped, sound))
         return {
             "models": put(server["models"], cohort.ids, uploads.tensors),
             "hypernetworks": put(server["hypernetworks"], cohort.ids, stepped),

@@ -84,11 +84,16 @@ def fashion_mnist_folder() -> Path | None:
 def load_fashion_mnist() -> Dataset:
     """Fashion-MNIST: 70,000 images of 28x28, train and test pooled as the paper pools them."""
     folder = fashion_mnist_folder() or _download("fashion-mnist", FASHION_URL, FASHION_FILES)
-    images = [read_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k")]
-    labels = [read_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")]
-    x, y = np.concatenate(images)[:, None], np.concatenate(labels).astype(np.int64)
-    if len(x) != len(y) or x.shape[1:] != (1, 28, 28) or y.max() > 9:
-        raise PfedlaError(f"{folder}: images {x.shape} and labels {y.shape} are not Fashion-MNIST; fetch the files anew")
+    parts = [
+        (read_idx(folder / f"{part}-images-idx3-ubyte.gz"), read_idx(folder / f"{part}-labels-idx1-ubyte.gz"))
+        for part in ("train", "t10k")
+    ]
+    for images, labels in parts:
+        if images.shape[1:] != (28, 28) or labels.shape != (len(images),) or not len(images) or labels.max() > 9:
+            shapes = f"images {images.shape} and labels {labels.shape}"
+            raise PfedlaError(f"{folder}: {shapes} are not Fashion-MNIST's; fetch the files anew")
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    x, y = x[:, None], y.astype(np.int64)
     # Mean and standard deviation of the 60,000 training images: 0.2860 and 0.3530 of 255.
     return Dataset("fashion-mnist", x, y, FASHION_CLASSES, mean=(0.2860 * 255,), std=(0.3530 * 255,))
 
@@ -120,7 +125,7 @@ def read_idx(path: Path) -> Array:
             if expected > 2**31:
                 raise PfedlaError(f"{path}: claims {expected} bytes; fetch it anew")
             content = file.read(expected + 1)
-    except (struct.error, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (struct.error, EOFError, OSError, zlib.error) as error:
         raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it anew") from error
     if len(content) != expected:
         raise PfedlaError(f"{path}: {len(content)} bytes of data where its head says {expected}; fetch it anew")
@@ -131,11 +136,11 @@ def load_npz(path: Path) -> Dataset:
     """The user's own arrays: x, y, and optionally client (whose example) and test (a ready test split)."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("x", "y", "client", "test") if name in file.files}
-            found = file.files
+            found = list(file.files)
+            arrays = {name: np.asarray(file[name]) for name in ("x", "y", "client", "test") if name in found}
     except FileNotFoundError:
         raise PfedlaError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+    except (OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({error})") from error
     if missing := {"x", "y"} - arrays.keys():
         raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {', '.join(found) or 'nothing'}")
@@ -143,42 +148,45 @@ def load_npz(path: Path) -> Dataset:
 
 
 def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test: Array | None = None) -> Dataset:
-    """Check and lay out a user's arrays. uint8 images are normalised by their training data; floats are used as given."""
-    x, labels = np.asarray(x), np.asarray(y)
-    for what, array in (("y", labels), ("client", client), ("test", test)):
+    """Check and lay out a user's arrays. Floats are used as given; uint8 images are normalised by their mean and standard
+    deviation over the training part of a ready split, else over all examples."""
+    x = np.asarray(x)
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape:
+        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give [n, features] or [n, (channels,) h, w] numbers")
+    for what, array in (("y", y), ("client", client), ("test", test)):
         if array is not None and np.shape(array) != (len(x),):
             raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
-    if len(x) == 0:
-        raise PfedlaError(f"{name}: x is empty")
-    if x.ndim not in (2, 3, 4) or not (np.issubdtype(x.dtype, np.number) or x.dtype == bool):
-        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give [n, features] or [n, (channels,) h, w] numbers")
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
         x = x.transpose(0, 3, 1, 2)  # channels last
-    if test is not None and np.asarray(test).dtype != bool:
-        raise PfedlaError(f"{name}: test must be a boolean mask, it is {np.asarray(test).dtype}")
-    if labels.dtype.kind not in "iuUSb":
-        raise PfedlaError(f"{name}: y must hold class numbers or names, it is {labels.dtype}")
-    classes, targets = np.unique(labels, return_inverse=True)
-    if len(classes) < 2:
-        raise PfedlaError(f"{name}: y holds a single class, {classes[0]}")
+    ready = None if test is None else np.asarray(test)
+    if ready is not None and ready.dtype != bool:
+        raise PfedlaError(f"{name}: test must be a boolean mask, it is {ready.dtype}")
+    classes, targets = _numbered(name, "y", y)
+    client_names, owner = ((), None) if client is None else _numbered(name, "client", client)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if x.dtype == np.uint8 and x.ndim == 4:
-        training = x if test is None else x[~np.asarray(test)]
+        training = x if ready is None or ready.all() else x[~ready]
         mean = tuple(float(v) for v in training.mean((0, 2, 3), dtype=np.float64))
         std = tuple(float(v) or 1.0 for v in training.std((0, 2, 3), dtype=np.float64))
     else:
         x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise PfedlaError(f"{name}: x holds numbers that are not finite")
-    who, owner = (None, None) if client is None else np.unique(np.asarray(client), return_inverse=True)
-    return Dataset(
-        name, np.ascontiguousarray(x), targets.astype(np.int64), tuple(map(str, classes)), mean, std,
-        client=owner, client_names=() if who is None else tuple(map(str, who)),
-        test=None if test is None else np.asarray(test),
-    )  # fmt: skip
+    return Dataset(name, np.ascontiguousarray(x), targets, classes, mean, std, owner, client_names, ready)
+
+
+def _numbered(name: str, what: str, values: Array) -> tuple[tuple[str, ...], Array]:
+    """The distinct values as names, and for each example the number of its own."""
+    values = np.asarray(values)
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "replace")
+    if values.dtype.kind not in "iubU":
+        raise PfedlaError(f"{name}: {what} must hold whole numbers or names, it is {values.dtype}")
+    names, numbers = np.unique(values, return_inverse=True)
+    return tuple(map(str, names)), numbers.astype(np.int64)
 
 
 KNOWN: dict[str, Known] = {
@@ -190,9 +198,9 @@ KNOWN: dict[str, Known] = {
 }
 
 
-def known(name: str) -> Known:
+def known(name: str, *others: str) -> Known:
     if name not in KNOWN:
-        raise unknown("data set", name, [*KNOWN, "a file.npz"])
+        raise unknown("data set", name, [*KNOWN, *others])
     return KNOWN[name]
 
 
@@ -200,7 +208,7 @@ def load(name: str) -> Dataset:
     """A data set by its name, or a file that ends in .npz."""
     if name.endswith(".npz"):
         return load_npz(Path(name))
-    load_it = known(name).load
+    load_it = known(name, "a file.npz").load
     if load_it is None:
         ready = ", ".join(other for other, entry in KNOWN.items() if entry.load)
         raise PfedlaError(f"data set {name!r} has no loader in this version; choose one of: {ready}, or a file.npz")

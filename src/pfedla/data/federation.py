@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pfedla.data.datasets import Array, Dataset, dataset_of
-from pfedla.data.partition import Partition, Split, by_client, class_shares, draw, largest_samples
+from pfedla.data.partition import Partition, Split, by_client, class_shares, draw, largest_samples, quotas_of
 from pfedla.errors import PfedlaError, unknown
 from pfedla.seeds import numpy_generator
 
@@ -25,13 +25,11 @@ class Federation:
 
     def __init__(
         self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
-        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), dataset: str = "arrays",
-        partition: str = "client",
+        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.train, self.test = tuple(train), tuple(test)
         self.classes, self.mean, self.std = classes, mean, std
         self.names = names or tuple(map(str, range(len(self.train))))
-        self.dataset, self.partition = dataset, partition
         for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
             if not len(examples.y) or not len(tests.y):
                 raise PfedlaError(
@@ -63,13 +61,16 @@ class Federation:
         return np.array(rows)
 
 
-def _federation(dataset: Dataset, split: Split, partition: str) -> Federation:
+def _federation(dataset: Dataset, split: Split, names: tuple[str, ...] = ()) -> Federation:
+    if len(dataset.classes) < 2:
+        raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
+
     def examples(rows: Array) -> Examples:
         return Examples(torch.from_numpy(dataset.x[rows]), torch.from_numpy(dataset.y[rows]))
 
     return Federation(
         [examples(rows) for rows in split.train], [examples(rows) for rows in split.test], dataset.classes,
-        dataset.mean, dataset.std, dataset.client_names if partition == "client" else (), dataset.name, partition,
+        dataset.mean, dataset.std, names,
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def federation_of(
     `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class.
     """
     dataset = dataset_of("arrays", x, y, client, test)
-    return _federation(dataset, by_client(dataset, test_share, numpy_generator(seed, "partition")), "client")
+    return _federation(dataset, by_client(dataset, test_share, numpy_generator(seed, "partition")), dataset.client_names)
 
 
 def partitioned(
@@ -91,7 +92,7 @@ def partitioned(
     """Cut a data set into clients. `samples_per_client=None` takes as many as the classes allow."""
     rng = numpy_generator(seed, "partition")
     if partition == "client":
-        return _federation(dataset, by_client(dataset, test_share, rng), partition)
+        return _federation(dataset, by_client(dataset, test_share, rng), dataset.client_names)
     num_classes = len(dataset.classes)
     if partition == "classes":
         classes, limit = classes_per_client, num_classes
@@ -101,21 +102,17 @@ def partitioned(
         raise unknown("partition", partition, ["classes", "dominant", "client"])
     if classes > limit:
         raise PfedlaError(f"{classes} {partition} per client, but {dataset.name} allows at most {limit}")
+    if partition == "dominant" and dominant_share <= classes / num_classes:
+        raise PfedlaError(f"dominant_share = {dominant_share}: {classes} of {num_classes} classes would not prevail; use more")
     shares = class_shares(partition, clients, num_classes, classes, dominant_share, rng)
-    samples = samples_per_client or _most(dataset, shares, test_share)
-    if samples < 2 * classes:
+    samples = samples_per_client or largest_samples(dataset, shares, test_share)
+    quotas = quotas_of(shares, samples, test_share)
+    both = quotas.train + quotas.test
+    enough = quotas.train[shares > 0].all() and quotas.test[shares > 0].all() if partition == "classes" else both.all()
+    if not enough:
+        wanted = "training and test examples of each of its classes" if partition == "classes" else "every class"
         raise PfedlaError(
-            f"{samples} samples per client are too few for {classes} classes with training and test examples of each; "
-            f"{dataset.name} has {len(dataset.y)} examples for {clients} clients"
+            f"{samples} samples per client are too few for {wanted}; {dataset.name} has {len(dataset.y)} examples of "
+            f"{num_classes} classes for {clients} clients"
         )
-    return _federation(dataset, draw(dataset, shares, samples, test_share, rng), partition)
-
-
-def _most(dataset: Dataset, shares: Array, test_share: float) -> int:
-    available = np.bincount(dataset.y, minlength=len(dataset.classes))
-    if dataset.test is not None:
-        test = np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
-        # Either part may be the scarce one; a class's rounding adds at most one a client.
-        available = np.minimum((available - test) / (1 - test_share), test / test_share)
-        available = np.maximum(available - 2 * len(shares), 0)
-    return largest_samples(shares, available)
+    return _federation(dataset, draw(dataset, quotas, rng))

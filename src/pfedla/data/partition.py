@@ -62,45 +62,66 @@ def class_shares(
     return np.where(holds, share / classes, (1 - share) / (num_classes - classes))
 
 
-def largest_samples(shares: Array, available: Array) -> int:
-    """The most examples per client that the classes allow (an upper bound, then tried downwards for the rounding)."""
-    demand = shares.sum(0)
-    samples = int(np.min(available[demand > 0] / demand[demand > 0]))
-    while samples > 0 and (_quotas(shares, samples).sum(0) > available).any():
-        samples -= 1
-    return samples
+class Quotas(NamedTuple):
+    """[clients, classes]: how many examples of each class every client gets, for training and for test."""
+
+    train: Array
+    test: Array
 
 
-def _quotas(shares: Array, samples: int) -> Array:
-    return np.stack([shares_to_counts(row, samples) for row in shares])
+def quotas_of(shares: Array, samples: int, test_share: float) -> Quotas:
+    both = np.stack([shares_to_counts(row, samples) for row in shares])
+    test = np.stack([_test_counts(row, test_share) for row in both])
+    return Quotas(both - test, test)
 
 
 def _test_counts(quota: Array, test_share: float) -> Array:
     """Test examples per class: the total exact, each class within one of its share."""
-    if not quota.any():
-        return quota
-    return shares_to_counts(quota, round(quota.sum() * test_share))
+    return shares_to_counts(quota, round(quota.sum() * test_share)) if quota.any() else quota
 
 
-def draw(dataset: Dataset, shares: Array, samples: int, test_share: float, rng: np.random.Generator) -> Split:
+def _available(dataset: Dataset) -> tuple[Array, Array | None]:
+    """Examples of each class: all (or those for training), and those of a ready test split."""
+    num_classes = len(dataset.classes)
+    if dataset.test is None:
+        return np.bincount(dataset.y, minlength=num_classes), None
+    parts = (np.bincount(dataset.y[rows], minlength=num_classes) for rows in (~dataset.test, dataset.test))
+    train, test = parts
+    return train, test
+
+
+def largest_samples(dataset: Dataset, shares: Array, test_share: float) -> int:
+    """The most examples per client that the classes allow; 0 if not even one."""
+    train, test = _available(dataset)
+    demand = shares.sum(0)
+    total = train if test is None else train + test
+    samples = int(np.min(total[demand > 0] / demand[demand > 0]))
+    while samples > 0:
+        quotas = quotas_of(shares, samples, test_share)
+        needs = quotas.train.sum(0), quotas.test.sum(0)
+        if (needs[0] + needs[1] <= train).all() if test is None else (needs[0] <= train).all() and (needs[1] <= test).all():
+            return samples
+        samples -= 1
+    return 0
+
+
+def draw(dataset: Dataset, quotas: Quotas, rng: np.random.Generator) -> Split:
     """Disjoint random examples by quota. A ready test split is honoured: test quotas are taken from it alone."""
-    quotas = _quotas(shares, samples)
-    test_quotas = np.stack([_test_counts(quota, test_share) for quota in quotas])
     split = Split([], [])
     pools: list[tuple[Array, Array]] = []  # per class: candidates for training, for test
     for label, name in enumerate(dataset.classes):
         rows = rng.permutation(np.flatnonzero(dataset.y == label))
-        need_test, need = test_quotas[:, label].sum(), quotas[:, label].sum()
+        need, need_test = quotas.train[:, label].sum(), quotas.test[:, label].sum()
         if dataset.test is None:
-            _enough(name, rows, need, "")
+            _enough(name, rows, need + need_test, "")
             pools.append((rows[need_test:], rows[:need_test]))
         else:
             train_rows, test_rows = rows[~dataset.test[rows]], rows[dataset.test[rows]]
-            _enough(name, train_rows, need - need_test, " for training")
+            _enough(name, train_rows, need, " for training")
             _enough(name, test_rows, need_test, " for test")
             pools.append((train_rows, test_rows))
-    ends = np.cumsum(quotas - test_quotas, axis=0), np.cumsum(test_quotas, axis=0)
-    for client in range(len(shares)):
+    ends = np.cumsum(quotas.train, axis=0), np.cumsum(quotas.test, axis=0)
+    for client in range(len(quotas.train)):
         for part, end, which in ((split.train, ends[0], 0), (split.test, ends[1], 1)):
             begin = end[client - 1] if client else np.zeros_like(end[0])
             picked = [pools[label][which][begin[label] : end[client, label]] for label in range(len(pools))]

@@ -26,7 +26,7 @@ from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
 from pfedla.models import ClassificationTask
 from pfedla.seeds import generator
-from pfedla.tree import stack, take
+from pfedla.tree import is_finite, stack, take
 
 Test = tuple[Tensor, Tensor]  # examples right, mean loss
 TRAINED = "__trained__"
@@ -67,7 +67,8 @@ class SimulatedClients(ABC):
             torch.stack([result.upload.sent for result in results]).cpu(),
         )
         losses = torch.stack([result.loss for result in results]).cpu()
-        return Trained(cohort, uploads, losses, self._metrics(cohort, tests))
+        finite = torch.tensor([is_finite(result.model) and is_finite(result.client) for result in results])
+        return Trained(cohort, uploads, losses, self._metrics(cohort, tests), finite)
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
         return self._metrics(cohort, self._evaluate(cohort, self._on_device(downloads)))
@@ -133,7 +134,9 @@ class SimulatedClients(ABC):
         return self.recalibrate == "always" or not self._trained[client]
 
     def _recalibrated(self, model: Params, client: int) -> Params:
-        x = self.federation.train[client].x[:RECALIBRATION_EXAMPLES]
+        x = self.federation.train[client].x
+        if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
+            x = x[torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()]
         with torch.no_grad():
             return self.algorithm.task.recalibrated(model, self._inputs(x))
 
@@ -144,8 +147,8 @@ class SimulatedClients(ABC):
 def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        float(torch.zeros(1, device=device))
+    except Exception as error:  # every backend raises its own kind
         reason = str(error).splitlines()[0]
         raise PfedlaError(f"device {name!r} cannot be used here ({reason}); cpu always can") from None
     return device

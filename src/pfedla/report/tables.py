@@ -1,0 +1,72 @@
+"""Results as tables: for the terminal, and as Markdown."""
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+MIB = 2**20
+COLUMNS = ("personal model %", "after training %", "worst client %", "down MiB", "up MiB", "seconds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm's results over the seeds; none, and the reason, if it does not apply."""
+
+    algorithm: str
+    results: list[dict[str, Any]]
+    reason: str = ""
+
+    def cells(self) -> list[str]:
+        if not self.results:
+            return ["–"] * len(COLUMNS)
+        return [
+            _spread([result["accuracy"]["mean"] for result in self.results]),
+            _spread([result["accuracy_after_training"]["mean"] for result in self.results]),
+            _spread([result["accuracy"]["worst"] for result in self.results]),
+            f"{statistics.mean(result['traffic']['down_bytes'] for result in self.results) / MIB:.2f}",
+            f"{statistics.mean(result['traffic']['up_bytes'] for result in self.results) / MIB:.2f}",
+            f"{statistics.mean(result['seconds']['total'] for result in self.results):.1f}",
+        ]
+
+
+def _spread(fractions: list[float | None]) -> str:
+    """Mean over the seeds in per cent, with their standard deviation if there are several."""
+    known = [100 * value for value in fractions if value is not None]
+    if not known:
+        return "–"
+    mean = f"{statistics.mean(known):.1f}"
+    return f"{mean} ± {statistics.stdev(known):.1f}" if len(known) > 1 else mean
+
+
+def comparison_markdown(rows: list[Row]) -> str:
+    lines = [["algorithm", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
+    lines += [[row.algorithm, *row.cells()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def comparison_table(rows: list[Row]) -> Table:
+    table = Table("algorithm", caption_justify="left")
+    table.columns[0].no_wrap = True
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.algorithm, *row.cells())
+    table.caption = "\n".join(f"– {row.algorithm}: {row.reason}" for row in rows if row.reason) or None
+    return table
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"{result['algorithm']} on {result['dataset']}, {result['clients']} clients", title_justify="left")
+    table.add_column("test accuracy, last round")
+    for heading in ("mean", "std", "lowest tenth", "worst"):
+        table.add_column(heading, justify="right")
+    for label, key in (("personal models", "accuracy"), ("after local training", "accuracy_after_training")):
+        numbers = [result[key][part] for part in ("mean", "std", "p10", "worst")]
+        table.add_row(label, *("–" if number is None else f"{100 * number:.1f} %" for number in numbers))
+    return table
+
+
+def traffic_line(traffic: dict[str, int]) -> str:
+    return f"traffic {traffic['down_bytes'] / MIB:.2f} MiB down, {traffic['up_bytes'] / MIB:.2f} MiB up"
