@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pfedla.algorithms import create
 from pfedla.cli import main
+from pfedla.communication import Traffic
 from pfedla.contracts import Algorithm, LocalTraining, Params, ServerState
 from pfedla.data.datasets import fashion_mnist_folder
 from pfedla.data.federation import Examples, Federation
@@ -58,7 +59,7 @@ def make(
 def play(
     algorithm: Algorithm, federation: Federation, *, rounds: range = range(1, 4), participation: float = 1.0,
     engine: str = "threaded", threads: int = 2, evaluate_every: int = 1, seed: int = 0,
-    server: ServerState | None = None, clients: Params | None = None,
+    server: ServerState | None = None, clients: Params | None = None, traffic: Traffic | None = None,
 ) -> tuple[list[Round], Params]:  # fmt: skip
     """Rounds played, and everybody's private state after them."""
     server = server or algorithm.init_server(len(federation), seed)
@@ -68,7 +69,7 @@ def play(
         played = list(
             run_rounds(
                 algorithm, where, federation.num_examples, server, rounds=rounds, participation=participation,
-                evaluate_every=evaluate_every, seed=seed,
+                evaluate_every=evaluate_every, seed=seed, traffic=traffic,
             )
         )  # fmt: skip
         return played, where.state()

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.models import SmallCNN
+from pfedla.results import summary
+from pfedla.rounds import sample_cohort
 
 QUICK = ("--rounds", 2, "--local-epochs", 1, "--samples", 20, "--clients", 4)
 
@@ -108,6 +110,57 @@ def test_options_lie_over_the_file_and_set_lies_over_both(pfedla, tmp_path: Path
     assert (resolved["seed"], resolved["rounds"], resolved["data"]["clients"]) == (3, 1, 4)
 
 
+def test_options_of_one_algorithm_do_not_go_over_to_another(pfedla, tmp_path: Path) -> None:
+    """A pFedLA run's file says retained_layers = 0; HeurpFedLA must not inherit it."""
+    pfedla("run", *QUICK, "--out", "p", "-q")
+    code, out, _ = pfedla("run", "p/experiment.toml", "-a", "heurpfedla", "--json", "--out", "h")
+    assert code == 0
+    traffic = json.loads(out)["traffic"]
+    assert traffic["down_bytes"] < traffic["up_bytes"]
+    code, out, _ = pfedla(
+        "compare", "p/experiment.toml", "-a", "pfedla,heurpfedla", "--set", "algorithm.neighbours=2", "--json", "--out", "c"
+    )
+    assert code == 0
+    results = json.loads(out)
+    assert results["heurpfedla"][0]["traffic"] != results["pfedla"][0]["traffic"]
+    for name, retained in (("pfedla", 0), ("heurpfedla", 1)):
+        resolved = tomllib.loads((tmp_path / "c" / f"{name}-s0" / "experiment.toml").read_text())["algorithm"]
+        assert (resolved["retained_layers"], resolved["neighbours"]) == (retained, 2)
+
+
+def test_the_summary_of_the_clients() -> None:
+    numbers = summary(torch.tensor([0.0, 0.5, 1.0, torch.nan], dtype=torch.float64))
+    assert numbers["per_client"] == [0.0, 0.5, 1.0, None]
+    assert numbers["mean"] == 0.5
+    assert numbers["std"] == pytest.approx((1 / 6) ** 0.5)
+    assert numbers["p10"] == pytest.approx(0.1)
+    assert numbers["worst"] == 0.0
+    assert summary(torch.tensor([torch.nan]))["mean"] is None
+
+
+def test_cohorts_are_drawn_anew_each_round_and_hold_the_share() -> None:
+    sizes = torch.arange(100, 200)
+    cohorts = [sample_cohort(sizes, number, 0.1, seed=0) for number in range(1, 51)]
+    assert all(len(cohort.ids) == 10 for cohort in cohorts)
+    assert all(torch.equal(cohort.num_examples, sizes[cohort.ids]) for cohort in cohorts)
+    assert len({tuple(cohort.ids.tolist()) for cohort in cohorts}) == 50
+    assert len(set(torch.cat([cohort.ids for cohort in cohorts]).tolist())) > 95
+    assert not torch.equal(cohorts[0].ids, sample_cohort(sizes, 1, 0.1, seed=1).ids)
+
+
+def test_a_run_that_fails_before_its_first_round_leaves_no_folder(
+    pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pfedla.results.RunFolder.add_round", full)
+    code, _, err = pfedla("run", *QUICK, "-q", "--out", "r")
+    assert code == 1
+    assert "No space left" in err
+    assert not (tmp_path / "r").exists()
+
+
 def test_quiet_is_quiet_and_json_is_json(pfedla) -> None:
     assert pfedla("run", *QUICK, "--quiet") == (0, "", "")
     code, out, err = pfedla("run", *QUICK, "--json")
@@ -142,6 +195,13 @@ def test_own_clients_cannot_be_contradicted(pfedla, own_data: Path) -> None:
     code, _, err = pfedla("run", "-d", own_data, "--clients", 5)
     assert code == 2
     assert "names 3 clients" in err
+
+
+@pytest.mark.parametrize("option", [("--samples", 5), ("--set", "data.test_share=0.5")])
+def test_options_that_own_data_would_ignore_are_refused(pfedla, own_data: Path, option: tuple) -> None:
+    code, _, err = pfedla("run", "-d", own_data, *option)
+    assert code == 2
+    assert "leave it out" in err
 
 
 def test_own_clients_can_be_pooled_and_cut_anew(pfedla, own_data: Path) -> None:
@@ -180,6 +240,34 @@ def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
     assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
 
 
+def test_evaluate_takes_new_data_but_not_what_was_trained_on(pfedla, own_data: Path, tmp_path: Path) -> None:
+    with np.load(own_data) as file:
+        arrays = dict(file)
+    np.savez("unsplit.npz", x=arrays["x"], y=arrays["y"], client=arrays["client"])
+    pfedla("run", "-d", "unsplit.npz", "--rounds", 1, "--out", "r", "-q")
+    code, _, err = pfedla("evaluate", "r", "--client", 0, "--data", "unsplit.npz")
+    assert code == 2
+    assert "trained on these examples" in err
+    np.savez("new.npz", x=arrays["x"][:9:2], y=arrays["y"][:9:2])  # one class only, no clients: legitimate test data
+    code, out, _ = pfedla("evaluate", "r", "--client", 0, "--data", "new.npz", "--json")
+    assert code == 0
+    assert json.loads(out)["examples"] == 5
+    np.savez("unsplit.npz", x=arrays["x"][:81], y=arrays["y"][:81], client=arrays["client"][:81])
+    code, _, err = pfedla("evaluate", "r", "--client", 0)
+    assert code == 2
+    assert "not what it was" in err
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"shape": [-1]}'])
+def test_a_damaged_run_folder_is_refused(pfedla, tmp_path: Path, content: str) -> None:
+    pfedla("run", *QUICK, "--out", "r", "-q")
+    (tmp_path / "r" / "federation.json").write_text(content)
+    for command in ("evaluate", "export"):
+        code, _, err = pfedla(command, "r", "--client", 0)
+        assert code == 2
+        assert "federation.json is damaged" in err
+
+
 def test_export_leaves_the_house(pfedla, tmp_path: Path) -> None:
     pfedla("run", "-a", "heurpfedla", *QUICK, "--out", "r", "-q")
     code, out, _ = pfedla("export", "r", "--client", 2)
@@ -196,6 +284,9 @@ def test_export_leaves_the_house(pfedla, tmp_path: Path) -> None:
     torch.testing.assert_close(program(raw), module.eval()((raw - mean) / std))
     assert program(raw[:1]).shape == (1, 10)
     assert pfedla("export", "r", "--client", 2)[0] == 2  # never overwritten
+    code, _, err = pfedla("export", "r", "--client", 2, "--out", "r/result.json/x")
+    assert code == 2
+    assert "cannot be made" in err
 
 
 def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
@@ -281,6 +372,19 @@ def test_lists(pfedla) -> None:
         ("run --rounds 0", "greater than or equal to 1"),
         ("run --rounds many", "many"),
         ("run --set training.lr=[1]", "training.lr"),
+        ("run --lr inf", "finite number"),
+        ("run --set algorithm.hypernetwork_lr=inf", "finite number"),
+        ("run --set algorithm.embedding_size=1000000000000", "less than or equal to"),
+        ("run --clients 4 --samples 100000000000000000000", "less than or equal to"),
+        ("run --device meta", "cpu always can"),
+        ("run --set data=3", "[data] is a section"),
+        ("run word.toml --set algorithm.neighbours=2", "[algorithm] is a section"),
+        ("run word.toml", "[algorithm] is a section"),
+        ("compare word.toml", "[algorithm] is a section"),
+        ("compare --set pfedla=3", "[pfedla] is a section"),
+        ("compare -a local --set pfedla.neighbours=3", "not among the compared"),
+        ("communication -d mine.npz", "unknown data set"),
+        ("communication -d digits --participation 0", "above 0"),
         ("compare -a local,nonsense", "choose one of"),
         ("compare --seeds one", "not a whole number"),
         ("compare -a local,fedavg --set algorithm.neighbours=5", "none of local, fedavg"),
@@ -291,8 +395,9 @@ def test_lists(pfedla) -> None:
 )
 def test_wrong_calls_end_with_a_sentence_and_leave_nothing(pfedla, tmp_path: Path, call: str, says: str) -> None:
     (tmp_path / "bad.toml").write_text("rounds = = 3")
+    (tmp_path / "word.toml").write_text('algorithm = "fedavg"')
     code, out, err = pfedla(*call.split())
     assert code == 2
     assert says in " ".join((out + err).split())
     assert "Traceback" not in out + err
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.toml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.toml", "word.toml"}

@@ -12,6 +12,7 @@ from pfedla.communication import payload_bytes
 from pfedla.contracts import Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
+from pfedla.models import load_tensors
 from pfedla.rounds import everyone, sample_cohort
 from pfedla.tree import take
 
@@ -79,9 +80,11 @@ def test_saved_and_loaded_goes_on_like_a_straight_run(name: str, batch_norm: boo
     straight = play(algorithm, federation, rounds=range(1, 5), participation=0.5)
     half, clients = play(algorithm, federation, rounds=range(1, 3), participation=0.5)
     resumed = play(
-        algorithm, federation, rounds=range(3, 5), participation=0.5, server=half[-1].server, clients=clients
+        algorithm, federation, rounds=range(3, 5), participation=0.5, server=half[-1].server, clients=clients,
+        traffic=half[-1].traffic,
     )  # fmt: skip
     ends_equal(straight, resumed)
+    assert straight[0][-1].traffic == resumed[0][-1].traffic
 
 
 def test_absent_clients_are_untouched(name: str, batch_norm: bool, federation: Federation) -> None:
@@ -96,6 +99,55 @@ def test_absent_clients_are_untouched(name: str, batch_norm: bool, federation: F
     for group in ("models", "hypernetworks"):
         for before, after in zip(start.get(group, {}).values(), played[0].server.get(group, {}).values(), strict=True):
             assert torch.equal(before[absent], after[absent])
+
+
+def test_after_training_is_measured_on_the_trained_model(name: str, batch_norm: bool, federation: Federation) -> None:
+    """Recomputed from what the clients hold or sent after training."""
+    algorithm = make(name, batch_norm=batch_norm)
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
+        server, cohort = algorithm.init_server(len(federation), seed=0), everyone(federation.num_examples, 1, 0)
+        trained = engine.train(cohort, algorithm.download(server, cohort))
+        engine.commit(cohort.ids)
+        private = engine.state()
+    for client in range(len(federation)):
+        tensors = {**take(trained.uploads.tensors, client), **take({n: private[n] for n in algorithm.init_client()}, client)}
+        module = load_tensors(algorithm.task.module, tensors)
+        x, y = federation.test[client]
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(module(x), y)
+        assert trained.after_training.loss[client].item() == pytest.approx(loss.item(), abs=1e-6)
+
+
+def test_evaluation_is_of_what_the_next_round_would_send(name: str, batch_norm: bool, federation: Federation) -> None:
+    options = {"neighbours": 2} if "pfedla" in name else {}
+    algorithm = make(name, batch_norm=batch_norm, **options)
+    played, clients = play(algorithm, federation, rounds=range(1, 3))
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
+        engine.load(clients)
+        following = sample_cohort(federation.num_examples, 3, 1.0, 0)
+        expected = engine.evaluate(following, algorithm.download(played[-1].server, following))
+    assert torch.equal(played[-1].evaluation.loss, expected.loss)
+
+
+def test_evaluation_in_chunks_changes_nothing_and_is_counted_apart(
+    name: str, batch_norm: bool, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = make(name, batch_norm=batch_norm)
+    whole, _ = play(algorithm, federation)
+    monkeypatch.setattr("pfedla.rounds.EVALUATION_CHUNK", 4)
+    chunked, _ = play(algorithm, federation)
+    torch.testing.assert_close(whole[-1].evaluation.loss, chunked[-1].evaluation.loss, rtol=1e-6, atol=1e-6)
+    assert whole[-1].traffic == chunked[-1].traffic
+    expected = sum(
+        int(
+            payload_bytes(
+                algorithm.download(one.server, everyone(federation.num_examples, one.round + 1, 0)), algorithm.task.layers
+            ).sum()
+        )
+        for one in whole
+    )
+    assert whole[-1].traffic.evaluation_bytes == expected
+    assert (expected > 0) == (name != "local")
 
 
 def test_a_cohort_of_one(name: str, batch_norm: bool, federation: Federation) -> None:
@@ -153,24 +205,26 @@ def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: F
 
 
 def test_a_client_that_breaks_does_not_spoil_the_others(name: str, batch_norm: bool, federation: Federation) -> None:
-    """An upload that is not finite is refused: that client's state stays, the others' is as if it had not answered."""
+    """What is not finite is refused: that client's state stays, the others' is as if it had not answered."""
     bad = federation.train[2]._replace(x=federation.train[2].x.clone())
     bad.x[0, 0] = torch.inf
     spoiled = Federation([*federation.train[:2], bad, *federation.train[3:]], federation.test, federation.classes)
     algorithm = make(name, batch_norm=batch_norm)
-    played, clients = play(algorithm, spoiled, rounds=range(1, 2))
+    start, before = play(algorithm, federation, rounds=range(1, 2))
+    server = start[0].server
+    played, clients = play(algorithm, spoiled, rounds=range(2, 3), server=server, clients=before)
     others = torch.tensor([0, 1, 3, 4, 5])
     with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
-        server, cohort = algorithm.init_server(len(federation), seed=0), everyone(federation.num_examples, 1, 0)
+        engine.load(before)
+        cohort = everyone(federation.num_examples, 2, 0)
         downloads = algorithm.download(server, cohort)
         uploads = engine.train(cohort, downloads).uploads
         engine.commit(others)
         expected = algorithm.aggregate(server, cohort.only(others), downloads.rows(others), uploads.rows(others))
         expected_clients = engine.state()
-    if name == "local":  # nothing is uploaded, so there is nothing to refuse; only its own model breaks
-        assert_same(take(clients, others), take(expected_clients, others))
-        return
     assert played[0].refused.tolist() == [2]
     assert played[0].cohort.ids.tolist() == others.tolist()
     assert_same(flat(played[0].server), flat(expected))
     assert_same(clients, expected_clients)
+    sent_up = int(payload_bytes(uploads, algorithm.task.layers).sum())
+    assert played[0].traffic.up_bytes == sent_up  # what was refused was sent all the same

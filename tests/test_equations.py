@@ -209,6 +209,47 @@ def test_retained_layers_are_those_of_largest_self_weight_ties_to_the_output() -
         assert sent.int().tolist() == expected
 
 
+def test_a_retained_layer_takes_no_part_in_the_step() -> None:
+    """Its mix was not used, so its weights stay; those of the sent layers move."""
+    algorithm = make("heurpfedla", retained_layers=1, hypernetwork_lr=0.01)
+    cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
+    server = algorithm.init_server(3, seed=0)
+    noise = torch.Generator().manual_seed(0)
+    server["models"] = {name: torch.randn(value.shape, generator=noise) for name, value in server["models"].items()}
+    downloads = algorithm.download(server, cohort)
+    assert downloads.sent.tolist() == [[True, False]] * 3
+    uploads = {name: torch.randn(value.shape, generator=noise) for name, value in server["models"].items()}
+    after = algorithm.aggregate(server, cohort, downloads, Payload(uploads, torch.ones(3, 2).bool()))
+    alpha = algorithm.alpha(after)
+    assert (alpha[:, 1] == 1 / 3).all()
+    assert (alpha[:, 0] != 1 / 3).any()
+    assert_same(after["models"], uploads)  # the upload is full: the server's copy is current
+
+
+def test_a_step_that_overflows_is_not_taken() -> None:
+    algorithm = make("pfedla")
+    cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
+    server = algorithm.init_server(3, seed=0)
+    server["models"] = {name: torch.full_like(value, 1e30) for name, value in server["models"].items()}
+    downloads = algorithm.download(server, cohort)
+    uploads = {name: value.clone() for name, value in downloads.tensors.items()}
+    uploads["fc1.weight"][1] = -1e30
+    after = algorithm.aggregate(server, cohort, downloads, Payload(uploads, downloads.sent))
+    assert algorithm.alpha(after).isfinite().all()
+    assert_same(take(after["hypernetworks"], 1), take(server["hypernetworks"], 1))
+
+
+def test_relu_weights_cut_to_neighbours_fall_back_to_the_own_model() -> None:
+    algorithm = make("pfedla", neighbours=2, normalise="relu")
+    cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
+    alpha = torch.tensor([[[0.0, 0.0, 1.0]], [[0.0, 0.0, 1.0]], [[0.5, 0.5, 0.0]]])
+    cut = algorithm._cut_to_neighbours(alpha, cohort)[:, 0]
+    torch.testing.assert_close(cut.sum(-1), torch.ones(3))
+    assert cut[0].tolist() == [0.0, 0.0, 1.0]
+    dead = algorithm._cut_to_neighbours(torch.zeros(3, 1, 3), cohort)[:, 0]
+    assert torch.equal(dead, torch.eye(3))
+
+
 def test_neighbours_cut_renormalise_and_always_hold_the_client_itself() -> None:
     algorithm = make("pfedla", neighbours=2)
     cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))

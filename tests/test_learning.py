@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 import torch
 from conftest import FEATURES, TinyNet, make, play, toy_federation
+from torch import nn
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.data.federation import Examples, Federation
 from pfedla.errors import PfedlaError
+from pfedla.models import task_of
 from pfedla.simulation import simulate
+from pfedla.training import evaluate
 
 OPPOSITE = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0)
 
@@ -72,38 +75,87 @@ def test_neighbours_and_retained_layers_learn_too() -> None:
     assert result.accuracy.mean() > 0.7
 
 
-def test_an_unsampled_client_gets_statistics_from_its_own_training_data() -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_unsampled_client_gets_statistics_from_its_own_training_data(name: str) -> None:
     """With BatchNorm the personal model of a client that never trained is recalibrated on a copy; 'never' leaves it be."""
     federation = toy_federation((20,) * 6)
     runs = {
-        how: simulate(federation, TinyNet(batch_norm=True), "pfedla", rounds=1, participation=0.01, recalibrate=how)
+        how: simulate(federation, TinyNet(batch_norm=True), name, rounds=1, participation=0.01, recalibrate=how)
         for how in ("unsampled", "never", "always")
     }
     absent = [i for i in range(6) if runs["never"].accuracy_after_training.isnan()[i]]
     assert len(absent) == 5
     x = federation.train[absent[0]].x
-    start = TinyNet(batch_norm=True)
-    for how, expected in (("unsampled", start.fc1(x).mean(0)), ("never", torch.zeros(5))):
-        model = runs[how].personal_model(absent[0])
-        if how == "unsampled":
-            expected = model.fc1(x).mean(0)
-        torch.testing.assert_close(model.bn.running_mean, expected, rtol=1e-4, atol=1e-5)
+    model = runs["unsampled"].personal_model(absent[0])
+    with torch.no_grad():
+        torch.testing.assert_close(model.bn.running_mean, model.fc1(x).mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.bn.running_var, model.fc1(x).var(0), rtol=1e-4, atol=1e-5)
+    untouched = runs["never"].models[absent[0]]["bn.running_mean"]
+    assert not torch.equal(untouched, model.bn.running_mean)
     sampled = next(i for i in range(6) if i not in absent)
     same = runs["unsampled"].models[sampled]["bn.running_mean"]
     assert torch.equal(same, runs["never"].models[sampled]["bn.running_mean"])
     assert not torch.equal(same, runs["always"].models[sampled]["bn.running_mean"])
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"participation": 1.5}, {"batch_size": 0}])
+def test_recalibration_sees_all_classes_of_a_large_sorted_client() -> None:
+    x = torch.cat([torch.zeros(3000, FEATURES), torch.full((3000, FEATURES), 10.0)])
+    y = torch.arange(6000) // 3000
+    other = Examples(torch.randn(20, FEATURES), torch.arange(20) % 2)
+    federation = Federation([Examples(x, y), other], [other, other], ("0", "1", "2"))
+    result = simulate(federation, TinyNet(batch_norm=True), "local", rounds=1, recalibrate="always", local_epochs=1)
+    model = result.personal_model(0)
+    with torch.no_grad():
+        torch.testing.assert_close(model.bn.running_mean, model.fc1(x).mean(0), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threads": -1},
+        {"recalibrate": "maybe"},
+        {"rounds": 0},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"participation": 1.5},
+        {"batch_size": 0},
+    ],
+)
 def test_simulate_refuses_the_impossible(wrong: dict) -> None:
     with pytest.raises(PfedlaError, match=next(iter(wrong))):
         simulate(toy_federation(), TinyNet(), **wrong)
 
 
-def test_a_model_with_dropout_is_refused_by_name() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 3), torch.nn.Dropout(0.5))
-    with pytest.raises(PfedlaError, match="layer '1' is Dropout"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(FEATURES, 3), nn.Dropout(0.5)), "draws random numbers"),
+        (nn.Sequential(nn.Linear(FEATURES, 3), nn.RReLU()), "draws random numbers"),
+        (nn.Linear(FEATURES, 2), "a logit for each of the 3 classes"),
+        (nn.Linear(FEATURES + 1, 3), "cannot train on a batch"),
+        (nn.Linear(FEATURES, 3).requires_grad_(False), "no trainable parameter"),
+    ],
+)
+def test_models_that_cannot_be_trained_or_repeated_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(PfedlaError, match=message):
         simulate(toy_federation(), model)
+
+
+def test_batchnorm_and_batches_of_one_are_refused() -> None:
+    with pytest.raises(PfedlaError, match="cannot train on a batch"):
+        simulate(toy_federation(), TinyNet(batch_norm=True), batch_size=1)
+
+
+def test_a_broken_model_is_never_right_and_never_kept() -> None:
+    """With a rate at which training explodes, a client's last sound model stays, and the refusals are counted."""
+    for name in ALGORITHMS:
+        result = simulate(toy_federation(), TinyNet(), name, rounds=3, lr=1e38)
+        assert result.refused_uploads > 0
+        assert all(value.isfinite().all() for model in result.models for value in model.values())
+    nan = {name: torch.full_like(value, torch.nan) for name, value in TinyNet().state_dict().items()}
+    examples = toy_federation().test[0]
+    correct, _ = evaluate(task_of(TinyNet()), nan, examples.x, torch.zeros_like(examples.y))
+    assert correct == 0
 
 
 def test_a_frozen_layer_neither_moves_nor_travels() -> None:

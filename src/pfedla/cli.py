@@ -76,7 +76,8 @@ def _values(options: dict[str, Any], spread: bool = False) -> dict[str, Any]:
     if isinstance(section, dict):
         named = section.get("name", "pfedla")
         if spread and isinstance(named, str):
-            own = {key: value for key, value in values.pop("algorithm").items() if key != "name"}
+            laid_over = {"algorithm.name", *(setting.partition("=")[0].strip() for setting in options.get("setting") or [])}
+            own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in laid_over}
             values = overlay({named: own} if own else {}, values)
         elif options.get("algorithm") not in (None, named):
             values["algorithm"] = {}
