@@ -22,7 +22,7 @@ class Plan:
 
     dataset: datasets.Dataset
     experiments: list[Experiment]  # of the methods that apply, one per algorithm and seed
-    reasons: dict[str, str]  # why each algorithm applies not; empty if it does
+    reasons: dict[str, str]  # per algorithm why it does not apply; empty if it does
     folder: Path
 
     @property
