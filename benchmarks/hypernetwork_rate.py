@@ -39,7 +39,7 @@ def main(
         for seed in map(int, seeds.split(",")):
             built = build(Experiment.parse({"seed": seed, "data": {"dataset": dataset, "partition": partition}}))
             result = simulate(
-                validation(built.federation, seed), built.module, name, rounds=rounds, local_epochs=local_epochs,
+                validation(built.federation, seed), built.algorithm.task.module, name, rounds=rounds, local_epochs=local_epochs,
                 lr=built.algorithm.training.lr, seed=seed, evaluate_every=rounds, progress=False,
                 **({} if rate is None else {"hypernetwork_lr": rate}),
             )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfedla.layers import Layers
 from pfedla.tree import Params
@@ -97,6 +97,9 @@ class Task(Protocol):
 
     @property
     def layers(self) -> Layers: ...
+    @property
+    def module(self) -> nn.Module: ...
+    def to(self, device: torch.device) -> "Task": ...
     def initial(self) -> Params:
         """The common initialisation (a copy)."""
         ...

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import nn
 
 from pfedla import algorithms
 from pfedla.contracts import Algorithm, LocalTraining, Recalibrate
@@ -151,7 +150,6 @@ class Built(NamedTuple):
 
     experiment: Experiment
     federation: Federation
-    module: nn.Module
     algorithm: Algorithm
 
 
@@ -175,7 +173,7 @@ def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Bu
     method.check(len(federation))
     section = AlgorithmSection(name=experiment.algorithm.name, **options)
     resolved = experiment.model_copy(update={"data": data, "model": name, "training": training, "algorithm": section})
-    return Built(resolved, federation, module, method)
+    return Built(resolved, federation, method)
 
 
 def build_federation(data: DataSection, seed: int, dataset: datasets.Dataset | None = None) -> tuple[DataSection, Federation]:

@@ -172,7 +172,7 @@ def run_built(built: Built, folder: RunFolder, on_round: Callable[[Round], None]
             built.federation, built.algorithm, rounds=experiment.rounds, participation=experiment.participation,
             seed=experiment.seed, engine=experiment.engine.name, threads=experiment.engine.threads,
             device=experiment.engine.device, evaluate_every=experiment.evaluate_every,
-            recalibrate=experiment.recalibrate, on_round=record, module=built.module,
+            recalibrate=experiment.recalibrate, on_round=record,
         )  # fmt: skip
         return folder.finish(built, simulation)
     except BaseException:

@@ -37,7 +37,6 @@ class Simulation:
     alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
     alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
     models: list[Params]  # every client's personal model
-    module: nn.Module
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -55,7 +54,7 @@ class Simulation:
 
         It takes what it was trained on: uint8 images go through `Federation.normalised` first.
         """
-        return load_tensors(self.module, self.models[client])
+        return load_tensors(self.algorithm.task.module, self.models[client])
 
 
 def snapshot_interval(rounds: int, num_clients: int, num_layers: int) -> int:
@@ -115,14 +114,14 @@ def simulate(
         method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size), options)
         return simulate_method(
             federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
-            device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round, module=model,
+            device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round,
         )  # fmt: skip
 
 
 def simulate_method(
     federation: Federation, method: Algorithm, *, rounds: int, participation: float, seed: int, engine: str,
     threads: int, device: str, evaluate_every: int, recalibrate: Recalibrate,
-    on_round: Callable[[Round], None] | None, module: nn.Module,
+    on_round: Callable[[Round], None] | None,
 ) -> Simulation:  # fmt: skip
     """`simulate` for an algorithm that is built already."""
     num_clients = len(federation)
@@ -160,5 +159,5 @@ def simulate_method(
             models += clients.personal_models(chunk, method.download(played.server, chunk))
     return Simulation(
         method, played.evaluation.accuracy, played.evaluation.loss, after_training, played.traffic, refused,
-        torch.stack(alphas) if alphas else None, alpha_rounds, models, module,
+        torch.stack(alphas) if alphas else None, alpha_rounds, models,
     )  # fmt: skip

@@ -24,7 +24,6 @@ from pfedla.contracts import (
 )
 from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
-from pfedla.models import ClassificationTask
 from pfedla.seeds import generator
 from pfedla.tree import is_finite, stack, take
 
@@ -41,7 +40,6 @@ class SimulatedClients(ABC):
         recalibrate: Recalibrate = "unsampled",
     ) -> None:  # fmt: skip
         self.device = usable_device(device)
-        assert isinstance(algorithm.task, ClassificationTask)
         self.algorithm = dataclasses.replace(algorithm, task=algorithm.task.to(self.device))
         self.federation = federation
         self.threads = threads or os.cpu_count() or 1
