@@ -48,7 +48,7 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     assert [line["round"] for line in lines] == [1, 2]
     assert lines[0].keys() == {
         "round", "accuracy", "loss", "accuracy_after_training", "training_loss", "seconds", "down_bytes", "up_bytes",
-        "evaluation_bytes", "cohort", "refused",
+        "evaluation_bytes", "cohort", "retained", "refused",
     }  # fmt: skip
     assert lines[0]["accuracy"].keys() == {"mean", "std", "p10", "worst"}
     assert lines[0]["seconds"].keys() == {"train", "server", "evaluate"}
@@ -64,6 +64,8 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     with safe_open(run / "alpha.safetensors", framework="pt") as file:
         alpha = file.get_tensor("alpha")
         assert json.loads(file.metadata()["layers"]) == ["conv1", "conv2", "fc1", "fc2"]
+        assert file.get_tensor("rounds").tolist() == [0, 1, 2]
+    assert lines[0]["retained"] == {"fc2": 4}  # the uniform start: ties go to the output
     assert alpha.shape == (3, 4, 4, 4)
     torch.testing.assert_close(alpha.sum(-1), torch.ones(3, 4, 4))
     for picture in run.glob("*.png"):
@@ -79,8 +81,8 @@ def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None
     for client in range(4):
         one, two = (load_file(tmp_path / run / "models" / f"client-{client}.safetensors") for run in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)
-    one, two = (load_file(tmp_path / run / "alpha.safetensors")["alpha"] for run in ("one", "two"))
-    assert torch.equal(one, two)
+    one, two = ((tmp_path / run / "alpha.safetensors").read_bytes() for run in ("one", "two"))
+    assert one == two
     resolved = tomllib.loads((tmp_path / "one" / "experiment.toml").read_text())
     assert "auto" not in str(resolved)
 
@@ -236,8 +238,24 @@ def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
             code, out, _ = pfedla("evaluate", run, "--client", client, "--json")
             assert code == 0
             assert json.loads(out)["accuracy"] == accuracy
-    code, out, _ = pfedla("evaluate", run, "--client", 1, "--data", own_data, "--json")  # its rows of the file, its test split
-    assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
+    for client in (1, "oslo"):  # by number, by name: its rows of the file, its test split
+        code, out, _ = pfedla("evaluate", run, "--client", client, "--data", own_data, "--json")
+        assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
+    code, _, err = pfedla("evaluate", run, "--client", "paris")
+    assert code == 2
+    assert "choose one of: bern, oslo, rome" in err
+
+
+def test_evaluate_refuses_another_scale(pfedla) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 8, 8), np.uint8), np.arange(60) % 3
+    np.savez("bytes.npz", x=x, y=y)
+    np.savez("floats.npz", x=x / 255, y=y)
+    for trained, tested in (("bytes", "floats"), ("floats", "bytes")):
+        pfedla("run", "-d", f"{trained}.npz", "--clients", 3, "--rounds", 1, "--out", trained, "-q")
+        code, _, err = pfedla("evaluate", trained, "--client", 0, "--data", f"{tested}.npz")
+        assert code == 2
+        assert "in their own scale" in err
 
 
 def test_evaluate_takes_new_data_but_not_what_was_trained_on(pfedla, own_data: Path, tmp_path: Path) -> None:
@@ -349,7 +367,13 @@ def test_lists(pfedla) -> None:
     ("call", "says"),
     [
         ("run -a pfedlo", "choose one of: local, fedavg, pfedla, heurpfedla"),
-        ("run -d imagenet", "choose one of: digits, fashion-mnist"),
+        ("run -d imagenet", "choose one of: digits, fashion-mnist, a file.npz"),
+        ("run -d fashionmnist", "did you mean 'fashion-mnist'?"),
+        ("run --set algorithm.neighbors=3", "did you mean 'neighbours'?"),
+        ("run --set round=3", "did you mean 'rounds'?"),
+        ("run --set data.client=3", "did you mean 'data.clients'?"),
+        ("run --clients 500", "use fewer clients"),
+        ("run --set data.classes_per_client=11", "classes_per_client = 11"),
         ("run --model resnet", "choose one of: auto, cnn"),
         ("run --engine gpu", "choose one of: threaded, vectorized"),
         ("run --partition sorted", "'classes', 'dominant' or 'client'"),
@@ -360,7 +384,7 @@ def test_lists(pfedla) -> None:
         ("run --clients 4 --samples 3", "too few"),
         ("run --set algorithm.retained_layers=5", "4 layers: conv1, conv2, fc1, fc2"),
         ("run --set algorithm.neighbours=11", "10 clients"),
-        ("run -a fedavg --set algorithm.neighbours=5", "has no option 'neighbours'"),
+        ("run -a fedavg --set algorithm.neighbours=5", "unknown option of fedavg 'neighbours'"),
         ("run --set algorithm.hypernetwork_lr=-1.0", "greater than 0"),
         ("run --set data.colour=red", "unknown key 'data.colour'"),
         ("run --set rounds", "section.key=value"),

@@ -53,7 +53,7 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
     if words[0] in ("run", "compare"):
         experiment = next((word for word in words if word.endswith(".toml")), None)
         if experiment:
-            (tmp_path / experiment).write_text((ROOT / "examples" / experiment).read_text(encoding="utf-8"))
+            words[words.index(experiment)] = str(ROOT / experiment)
         words += ["--rounds", "1", "--local-epochs", "1"]
     code, _, err = pfedla(*words)
     assert code == 0, err
@@ -66,6 +66,17 @@ def test_the_documents_are_finished_and_have_commands() -> None:
         assert "@@" not in text, path
         for target in re.findall(r"\]\(((?!http)[^)#]+)", text):
             assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_python_blocks_of_the_docs(pfedla) -> None:
+    """They use the run of the README, here on digits; shapes and module are put in its place."""
+    pfedla("run", "--rounds", 1, "--local-epochs", 1, "--out", "runs/first", "-q")
+    pfedla("export", "runs/first", "--client", 3)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        small = block.replace("PaperCNN((1, 28, 28), num_classes=10, batch_norm=False)", "SmallCNN((1, 8, 8), num_classes=10)")
+        exec(small.replace("PaperCNN", "SmallCNN").replace("28, 28", "8, 8"), {})
 
 
 def test_make_targets_of_the_readme_exist() -> None:

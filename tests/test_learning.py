@@ -179,3 +179,10 @@ def test_simulation_gives_working_modules_and_the_callers_module_is_untouched() 
         assert accuracy == result.accuracy[client]
     assert result.alphas.shape == (4, 6, 3, 6)
     assert result.alpha_rounds == [0, 1, 2, 3]
+    assert simulate(federation, module, "fedavg", rounds=1).alpha is None
+    assert "heurpfedla, 6 clients" in repr(result)
+    assert "6 clients, 9-20 training examples" in repr(federation)
+    with pytest.raises(PfedlaError, match="clients 0 to 5"):
+        result.personal_model(6)
+    with pytest.raises(PfedlaError, match="an instance"):
+        simulate(federation, TinyNet)

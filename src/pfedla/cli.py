@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -53,44 +53,6 @@ Setting = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
 
-# Option name -> where it stands in the experiment file.
-PLACES = {
-    "dataset": ("data", "dataset"), "partition": ("data", "partition"), "clients": ("data", "clients"),
-    "samples": ("data", "samples_per_client"), "participation": ("participation",), "rounds": ("rounds",),
-    "local_epochs": ("training", "local_epochs"), "lr": ("training", "lr"), "batch_size": ("training", "batch_size"),
-    "model": ("model",), "seed": ("seed",), "engine": ("engine", "name"), "threads": ("engine", "threads"),
-    "device": ("engine", "device"), "algorithm": ("algorithm", "name"),
-}  # fmt: skip
-
-
-def _values(options: dict[str, Any], spread: bool = False) -> dict[str, Any]:
-    """The experiment file, the options that were given, then --set: each lies over the one before.
-
-    The options in the file's [algorithm] are those of the algorithm it names: they do not go over to another one that the
-    command names. With `spread` (compare) they move into a section of that name.
-    """
-    from pfedla.experiment import overlay, read_toml, with_setting
-
-    values = read_toml(options["file"]) if options.get("file") else {}
-    section = values.get("algorithm")
-    if isinstance(section, dict):
-        named = section.get("name", "pfedla")
-        if spread and isinstance(named, str):
-            laid_over = {"algorithm.name", *(setting.partition("=")[0].strip() for setting in options.get("setting") or [])}
-            own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in laid_over}
-            values = overlay({named: own} if own else {}, values)
-        elif options.get("algorithm") not in (None, named):
-            values["algorithm"] = {}
-    for name, place in PLACES.items():
-        if (value := options.get(name)) is not None:
-            nested: Any = value
-            for key in reversed(place):
-                nested = {key: nested}
-            values = overlay(values, nested)
-    for setting in options.get("setting") or []:
-        values = with_setting(values, setting)
-    return values
-
 
 @app.command()
 def run(
@@ -107,12 +69,13 @@ def run(
 
     Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
     """
-    values = _values(locals())
+    given = locals()
     from pfedla.console import Reporter
     from pfedla.experiment import Experiment, build
+    from pfedla.options import gather
     from pfedla.results import RunFolder, free_folder, run_built
 
-    built = build(Experiment.parse(values))
+    built = build(Experiment.parse(gather(given)))
     folder = RunFolder(out or free_folder(built.experiment))
     with Reporter(built.experiment.rounds, quiet or as_json) as reporter:
         reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
@@ -142,19 +105,26 @@ def compare(
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, model: Model = None, engine: Engine = None, threads: Threads = None,
-    device: Device = None, out: Out = None, setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
+    device: Device = None, out: Out = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."),
+    ] = None,
+    quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train several algorithms on the same federation and seeds; one table, one picture.
 
     Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
     """
-    values = _values(locals(), spread=True)
+    given = locals()
     from pfedla.algorithms import ALGORITHMS
     from pfedla.comparison import compare as compare_all
     from pfedla.comparison import plan
     from pfedla.console import Reporter
+    from pfedla.options import gather
     from pfedla.report.tables import comparison_table
 
+    values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
     numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
     planned = plan(values, names, numbers, out)
@@ -164,8 +134,9 @@ def compare(
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:
         out_console.print(comparison_table(rows))
-        out_console.print("Test accuracy on every client's own data, last round; MiB down and up in all.")
-        for path in [planned.folder / "comparison.md", *sorted(planned.folder.rglob("*.png"))]:
+        out_console.print("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
+        first = [planned.folder / name for name in ("comparison.md", "learning_curves.png")]
+        for path in [*first, *sorted(planned.folder.glob("*/*.png"))]:
             out_console.print(f"  {path}", soft_wrap=True)
 
 
@@ -251,7 +222,7 @@ def communication(
 
 
 Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
-Client = Annotated[int, typer.Option("--client", "-c", help="Whose personal model.")]
+Client = Annotated[str, typer.Option("--client", "-c", help="Whose personal model: 3, or its name in your own data.")]
 
 
 @app.command()

@@ -54,3 +54,5 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
+        if isinstance(error, KeyboardInterrupt):
+            self.console.print(f"interrupted after {self.done} of {self.total} rounds; what was written stays in its folder")

@@ -1,5 +1,6 @@
 """What the user can put right: a sentence that names the thing and the choices."""
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -12,4 +13,8 @@ class NotApplicableError(PfedlaError):
 
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
-    return PfedlaError(f"unknown {kind} {name!r}; choose one of: {', '.join(choices)}")
+    """Names the thing, the nearest choice if one is near, and all choices."""
+    names = list(choices)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    return PfedlaError(f"unknown {kind} {name!r}{meant}; choose one of: {', '.join(names) or 'none'}")

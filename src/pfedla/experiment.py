@@ -101,7 +101,7 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         section = where[0] if len(where) > 1 else None
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
-        return f"unknown key {key!r}; the keys here are: {', '.join(fields.model_fields)}"
+        return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
     # A union ("auto" or a number) reports each of its members: the one about the number says more.
     if problem["type"] == "model_type":
         return f"{key} = {problem['input']!r} is not possible: [{key}] is a section"

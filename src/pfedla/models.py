@@ -183,6 +183,8 @@ class ClassificationTask:
 
 def task_of(module: nn.Module) -> ClassificationTask:
     """Any classifier as a task: takes a batch, returns logits; its present weights are the common initialisation."""
+    if not isinstance(module, nn.Module):
+        raise PfedlaError(f"the model should be an nn.Module (an instance), it is {module!r}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PfedlaError("the model has no trainable parameter")
     return ClassificationTask(module)

@@ -60,7 +60,16 @@ class RawInput(nn.Module):
         return self.model((x.to(torch.float32) - self.mean) / self.std)  # type: ignore[no-any-return]
 
 
-def load_personal(run: Path, client: int) -> PersonalModel:
+def _position(client: str, names: tuple[str, ...]) -> int:
+    """A client by its name; by its number where no name is a number."""
+    if client in names:
+        return names.index(client)
+    if client.isdecimal() and int(client) < len(names) and not any(name.isdecimal() for name in names):
+        return int(client)
+    raise unknown("client", client, names)
+
+
+def load_personal(run: Path, client: str) -> PersonalModel:
     """The personal model of one client; names, shapes and finiteness are checked against the run's model."""
     for name in ("experiment.toml", "federation.json", "result.json"):
         if not (run / name).exists():
@@ -70,10 +79,9 @@ def load_personal(run: Path, client: int) -> PersonalModel:
     except (OSError, ValidationError) as error:
         raise PfedlaError(f"{run / 'federation.json'} is damaged: {str(error).splitlines()[0]}") from None
     experiment = Experiment.parse(read_toml(run / "experiment.toml"))
-    if not 0 <= client < len(federation.clients):
-        raise PfedlaError(f"client {client}: this run has clients 0 to {len(federation.clients) - 1}")
+    position = _position(client, federation.clients)
     module = build_model(experiment.model, federation.shape, len(federation.classes), torch.Generator())
-    path = run / "models" / f"client-{client}.safetensors"
+    path = run / "models" / f"client-{position}.safetensors"
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -87,7 +95,7 @@ def load_personal(run: Path, client: int) -> PersonalModel:
             raise PfedlaError(f"{path}: {name} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}")
         if found.is_floating_point() and not found.isfinite().all():
             raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
-    return PersonalModel(run, client, module, tensors, experiment, federation)
+    return PersonalModel(run, position, module, tensors, experiment, federation)
 
 
 def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, Any]:
@@ -112,6 +120,9 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     known = personal.federation
     if dataset.x.shape[1:] != known.shape:
         raise PfedlaError(f"{path}: examples of shape {dataset.x.shape[1:]}, the model takes {known.shape}")
+    if (dataset.x.dtype == np.uint8) != bool(known.mean):
+        trained_on = "uint8 images" if known.mean else "floats"
+        raise PfedlaError(f"{path}: x is {dataset.x.dtype}, but the model was trained on {trained_on} in their own scale")
     for name in dataset.classes:
         if name not in known.classes:
             raise unknown("class", name, known.classes)
@@ -140,12 +151,13 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     save_file({name: value.contiguous().clone() for name, value in state.items()}, paths[0])
     torch.export.save(exported, paths[1])
     description = {
-        "client": personal.client,
-        "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "as in the data files"},
+        "client": data.clients[personal.client],
+        "model": personal.experiment.model,
+        "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "in the scale of the data file"},
         "output": "logits, one per class",
         "classes": data.classes,
         "normalisation_inside": {"mean": data.mean, "std": data.std},
-        "state_dict_normalisation": "state_dict.safetensors takes inputs that are normalised already: (x - mean) / std",
+        "state_dict_input": "(x - mean) / std" if data.mean else "x as it is",
     }
     paths[2].write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths

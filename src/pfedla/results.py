@@ -57,9 +57,15 @@ class RunFolder:
         self.seconds: list[dict[str, float]] = []
 
     def start(self, built: Built) -> None:
+        self.layers = built.algorithm.task.layers.names
         (self.path / "experiment.toml").write_text(built.experiment.to_toml(), encoding="utf-8")
         self._write("environment.json", environment())
         self._write("federation.json", _describe(built.federation))
+
+    def _retained(self, played: Round) -> dict[str, int]:
+        """Per layer how many of the cohort kept it at home, where some layers were sent and others not."""
+        kept = (~played.sent).sum(0).tolist() if played.sent.any() else []
+        return {name: count for name, count in zip(self.layers, kept, strict=False) if count}
 
     def add_round(self, played: Round) -> None:
         self.seconds.append(played.seconds)
@@ -76,6 +82,7 @@ class RunFolder:
             "up_bytes": played.traffic.up_bytes,
             "evaluation_bytes": played.traffic.evaluation_bytes,
             "cohort": played.cohort.ids.tolist(),
+            "retained": self._retained(played),
             "refused": played.refused.tolist(),
         }
         with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
@@ -105,13 +112,10 @@ class RunFolder:
         }
         if simulation.alphas is not None:
             save_file(
-                {"alpha": simulation.alphas.contiguous()},
+                # One entry of metadata only: several are written in a random order, and equal runs would differ in bytes.
+                {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)},
                 self.path / "alpha.safetensors",
-                {
-                    "layers": json.dumps(simulation.layer_names),
-                    "rounds": json.dumps(simulation.alpha_rounds),
-                    "axes": json.dumps(["snapshot", "receiver", "layer", "sender"]),
-                },
+                {"layers": json.dumps(simulation.layer_names)},
             )
         (self.path / "models").mkdir()
         for client, model in enumerate(simulation.models):

@@ -22,6 +22,7 @@ class Round(NamedTuple):
 
     round: int  # 1 is the first
     cohort: Cohort  # who took part and was accepted
+    sent: Tensor  # [cohort, layers]: what each of them was sent
     refused: Tensor  # ids that came back with numbers that are not finite
     training_loss: Tensor
     after_training: ClientMetrics
@@ -85,7 +86,7 @@ def run_rounds(
                 evaluation, sent_bytes = evaluate_all(algorithm, engine, server, everyone(num_examples, number + 1, seed))
                 traffic = traffic.plus(evaluation=sent_bytes)
         yield Round(
-            number, trained.cohort, refused, trained.training_loss, trained.after_training, evaluation, traffic,
+            number, trained.cohort, downloads.sent, refused, trained.training_loss, trained.after_training, evaluation, traffic,
             watch.seconds, server,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ SNAPSHOTS = 100
 SNAPSHOT_NUMBERS = 2**26  # at most 256 MiB of alpha are kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """The end of a run. Accuracies are fractions, on every client's own test data, after the last round."""
 
@@ -43,17 +43,21 @@ class Simulation:
         return self.algorithm.task.layers.names
 
     @property
-    def alpha(self) -> Tensor:
-        """The learned weights at the end, [clients, layers, clients]."""
-        if self.alphas is None:
-            raise PfedlaError(f"algorithm {self.algorithm.name!r} learns no weights")
-        return self.alphas[-1]
+    def alpha(self) -> Tensor | None:
+        """The learned weights at the end, [clients, layers, clients]; None for a method that learns none."""
+        return None if self.alphas is None else self.alphas[-1]
+
+    def __repr__(self) -> str:
+        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.mean(), self.accuracy.min()))
+        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
 
     def personal_model(self, client: int) -> nn.Module:
         """What this client would deploy: a copy of your module with its tensors, in eval mode.
 
         It takes what it was trained on: uint8 images go through `Federation.normalised` first.
         """
+        if not 0 <= client < len(self.models):
+            raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
         return load_tensors(self.algorithm.task.module, self.models[client])
 
 

@@ -40,8 +40,7 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
         problem = error.errors()[0]
         option = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
-            choices = ", ".join(model.model_fields) or "none"
-            raise PfedlaError(f"algorithm {name!r} has no option {option!r}; its options: {choices}") from None
+            raise unknown(f"option of {name}", option, model.model_fields) from None
         raise PfedlaError(f"algorithm.{option} = {options[option]!r}: {problem['msg'].lower()}") from None
 
 

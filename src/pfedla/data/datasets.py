@@ -198,9 +198,9 @@ KNOWN: dict[str, Known] = {
 }
 
 
-def known(name: str, *others: str) -> Known:
+def known(name: str) -> Known:
     if name not in KNOWN:
-        raise unknown("data set", name, [*KNOWN, *others])
+        raise unknown("data set", name, KNOWN)
     return KNOWN[name]
 
 
@@ -208,8 +208,9 @@ def load(name: str) -> Dataset:
     """A data set by its name, or a file that ends in .npz."""
     if name.endswith(".npz"):
         return load_npz(Path(name))
-    load_it = known(name, "a file.npz").load
+    ready = [other for other, entry in KNOWN.items() if entry.load]
+    load_it = KNOWN[name].load if name in KNOWN else None
     if load_it is None:
-        ready = ", ".join(other for other, entry in KNOWN.items() if entry.load)
-        raise PfedlaError(f"data set {name!r} has no loader in this version; choose one of: {ready}, or a file.npz")
+        kind = "data set (it has no loader in this version)" if name in KNOWN else "data set"
+        raise unknown(kind, name, [*ready, "a file.npz"])
     return load_it()

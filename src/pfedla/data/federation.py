@@ -40,6 +40,10 @@ class Federation:
     def __len__(self) -> int:
         return len(self.train)
 
+    def __repr__(self) -> str:
+        sizes = self.num_examples
+        return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.train[0].x.shape[1:])
@@ -101,11 +105,14 @@ def partitioned(
     else:
         raise unknown("partition", partition, ["classes", "dominant", "client"])
     if classes > limit:
-        raise PfedlaError(f"{classes} {partition} per client, but {dataset.name} allows at most {limit}")
+        key = "classes_per_client" if partition == "classes" else "dominant_classes"
+        raise PfedlaError(f"{key} = {classes}, but {dataset.name} has {num_classes} classes and allows at most {limit}")
     if partition == "dominant" and dominant_share <= classes / num_classes:
         raise PfedlaError(f"dominant_share = {dominant_share}: {classes} of {num_classes} classes would not prevail; use more")
     shares = class_shares(partition, clients, num_classes, classes, dominant_share, rng)
     samples = samples_per_client or largest_samples(dataset, shares, test_share)
+    if not samples:
+        raise PfedlaError(f"{dataset.name} has too few examples of some class for {clients} clients; use fewer clients")
     quotas = quotas_of(shares, samples, test_share)
     both = quotas.train + quotas.test
     enough = quotas.train[shares > 0].all() and quotas.test[shares > 0].all() if partition == "classes" else both.all()

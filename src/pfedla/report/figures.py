@@ -1,6 +1,7 @@
 """Pictures of a run folder, and of several."""
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ def read_alpha(run: Path) -> tuple[Array, list[str], list[int]] | None:
     if not path.exists():
         return None
     with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata()
-        return file.get_tensor("alpha"), json.loads(metadata["layers"]), json.loads(metadata["rounds"])
+        return file.get_tensor("alpha"), json.loads(file.metadata()["layers"]), file.get_tensor("rounds").tolist()
 
 
 def draw_run(run: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def draw_learning_curve(run: Path) -> Path:
     axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(result))
-    axis.grid(alpha=0.3)
+    _finish(axis)
     axis.legend(fontsize=8)
     return _save(figure, run / "learning_curve.png")
 
@@ -84,12 +84,15 @@ def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> 
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("sender", fontsize=8)
         axis.set_ylabel("receiver", fontsize=8)
-        ticks = np.unique(np.linspace(0, len(alpha) - 1, min(len(alpha), 10)).round().astype(int))
+        ticks = np.arange(0, len(alpha), -(-len(alpha) // 10))
         axis.set_xticks(ticks)
         axis.set_yticks(ticks)
         axis.tick_params(labelsize=7)
-    figure.colorbar(picture, ax=axes, shrink=0.8, label="weight")
-    figure.suptitle(f"Who borrows which layer from whom, after round {after_round}", fontsize=11)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="weight (square-root scale)")
+    neighbours = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))["algorithm"]["neighbours"]
+    cut = "" if neighbours == "all" else f"; the {neighbours} largest of a row are mixed"
+    title = _title(json.loads((run / "result.json").read_text(encoding="utf-8")))
+    figure.suptitle(f"Who borrows which layer from whom, after round {after_round}{cut}\n{title}", fontsize=10)
     return _save(figure, run / "alpha.png")
 
 
@@ -103,13 +106,10 @@ def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[in
         axis.plot(rounds, values.mean(-1), label=name, color=f"C{layer}")
         axis.fill_between(rounds, values.min(-1), values.max(-1), alpha=0.1, color=f"C{layer}")
     axis.axhline(1 / alpha.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
-    axis.set(
-        xlabel="round",
-        ylabel="self-weight",
-        title="Self-weight per layer: mean and range of the clients",
-        ylim=(0, 1.02),
-    )
-    axis.grid(alpha=0.3)
+    title = _title(json.loads((run / "result.json").read_text(encoding="utf-8")))
+    axis.set(xlabel="round", ylabel="self-weight", ylim=(0, 1.02))
+    axis.set_title(f"Self-weight per layer: mean and range of the clients\n{title}", fontsize=10)
+    _finish(axis)
     axis.legend(fontsize=8, ncols=2)
     return _save(figure, run / "self_weight.png")
 
@@ -124,11 +124,23 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
         x = [line["round"] for line in lines[0]]
         axis.plot(x, curves.mean(0), label=name, color=f"C{position}")
         if len(curves) > 1:
-            axis.fill_between(x, curves.min(0), curves.max(0), alpha=0.15, color=f"C{position}")
-    axis.set(xlabel="round", ylabel="test accuracy (%)", title="Personal models, mean of all clients")
-    axis.grid(alpha=0.3)
+            spread = curves.std(0, ddof=1)
+            axis.fill_between(x, curves.mean(0) - spread, curves.mean(0) + spread, alpha=0.15, color=f"C{position}")
+    result = json.loads((folders[0] / "result.json").read_text(encoding="utf-8"))
+    seeds = "1 seed" if len(folders) == 1 else f"{len(folders)} seeds, band: ± standard deviation"
+    axis.set(xlabel="round", ylabel="test accuracy (%)")
+    where = f"{Path(result['dataset']).stem}, {result['partition']}, {result['clients']} clients"
+    axis.set_title(f"Personal models, mean of all clients\n{where}, {seeds}", fontsize=10)
+    _finish(axis)
     axis.legend(fontsize=8)
     return _save(figure, path)
+
+
+def _finish(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
 
 
 def _save(figure: Any, path: Path) -> Path:

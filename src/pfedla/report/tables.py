@@ -2,12 +2,13 @@
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 MIB = 2**20
-COLUMNS = ("personal model %", "after training %", "worst client %", "down MiB", "up MiB", "seconds")
+COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "seconds")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def comparison_table(rows: list[Row]) -> Table:
     table = Table("algorithm", caption_justify="left")
     table.columns[0].no_wrap = True
     for heading in COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=10 if heading.endswith("%") else None)
     for row in rows:
         table.add_row(row.algorithm, *row.cells())
     table.caption = "\n".join(f"– {row.algorithm}: {row.reason}" for row in rows if row.reason) or None
@@ -58,7 +59,8 @@ def comparison_table(rows: list[Row]) -> Table:
 
 
 def result_table(result: dict[str, Any]) -> Table:
-    table = Table(title=f"{result['algorithm']} on {result['dataset']}, {result['clients']} clients", title_justify="left")
+    where = Path(result["dataset"]).stem
+    table = Table(title=f"{result['algorithm']} on {where}, {result['clients']} clients", title_justify="left")
     table.add_column("test accuracy, last round")
     for heading in ("mean", "std", "lowest tenth", "worst"):
         table.add_column(heading, justify="right")
