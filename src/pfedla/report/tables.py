@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 MIB = 2**20
-COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "seconds")
+COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
 
 
 @dataclass(frozen=True)
