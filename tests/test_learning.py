@@ -168,6 +168,23 @@ def test_a_frozen_layer_neither_moves_nor_travels() -> None:
     assert result.traffic.up_bytes == 2 * 6 * 18 * 4
 
 
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+            self.out.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.tanh(self.first(x)))
+
+    result = simulate(toy_federation(), Tied(), "pfedla", rounds=2)
+    model = result.personal_model(1)
+    assert model.out.weight is model.first.weight
+    x, y = toy_federation().test[1]
+    assert (model(x).argmax(1) == y).double().mean() == result.accuracy[1]
+
+
 def test_simulation_gives_working_modules_and_the_callers_module_is_untouched() -> None:
     federation, module = toy_federation(), TinyNet(batch_norm=True)
     before = {name: value.clone() for name, value in module.state_dict().items()}
