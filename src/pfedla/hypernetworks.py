@@ -62,11 +62,7 @@ class LayerWeightHypernetwork:
         logits = tensors["heads.weight"] @ hidden + tensors["heads.bias"]
         if self.normalise == "softmax":
             return logits.softmax(-1)
-        positive = logits.relu()
-        total = positive.sum(-1, keepdim=True)
-        only_own = (torch.arange(self.num_senders, device=own.device) == own).to(positive.dtype)
-        # A dead row falls back to the own model; the inner `where` keeps 0/0 out of the gradient too.
-        return torch.where(total > 0, positive / torch.where(total > 0, total, 1.0), only_own)
+        return normalise_or_own(logits.relu(), own)
 
     def alpha(self, tensors: Params, own: Tensor) -> Tensor:
         """[clients, layers, senders] from stacked tensors; `own` holds each client's position among the senders."""
@@ -77,6 +73,14 @@ class LayerWeightHypernetwork:
         pull_back = vjp(lambda all_tensors: self.alpha(all_tensors, own), tensors)[1]
         (ascent,) = pull_back(gradient)
         return {name: torch.add(value, ascent[name], alpha=lr) for name, value in tensors.items()}
+
+
+def normalise_or_own(weights: Tensor, own: Tensor | int) -> Tensor:
+    """One client's non-negative weights [layers, senders] divided by their sum; a row of zeros is the own model's."""
+    total = weights.sum(-1, keepdim=True)
+    only_own = (torch.arange(weights.shape[-1], device=weights.device) == own).to(weights.dtype)
+    # The inner `where` keeps 0/0 out of the gradient too.
+    return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), only_own)
 
 
 def layer_gradient(delta: Params, models: Params, layers: Layers) -> Tensor:

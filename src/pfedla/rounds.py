@@ -103,12 +103,17 @@ def refuse_bad(trained: Trained, downloads: Payload) -> tuple[Tensor, Trained, P
     return trained.cohort.ids[~finite], accepted, downloads.rows(finite)
 
 
+def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iterator[tuple[Cohort, Payload]]:
+    """What the cohort would be sent now, a few clients at a time: not everybody's model need be in memory twice."""
+    for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
+        chunk = cohort.only(rows)
+        yield chunk, algorithm.download(server, chunk)
+
+
 def evaluate_all(algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort) -> tuple[ClientMetrics, int]:
     """The personal models that the cohort would get now, and the bytes it takes to send them."""
     parts, sent_bytes = [], 0
-    for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
-        chunk = cohort.only(rows)
-        downloads = algorithm.download(server, chunk)
+    for chunk, downloads in in_chunks(algorithm, server, cohort):
         sent_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
         parts.append(engine.evaluate(chunk, downloads))
     return ClientMetrics(*(torch.cat(values) for values in zip(*parts, strict=True))), sent_bytes

@@ -17,7 +17,7 @@ from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError, unknown
 from pfedla.models import load_tensors, task_of
-from pfedla.rounds import EVALUATION_CHUNK, Round, everyone, run_rounds
+from pfedla.rounds import Round, everyone, in_chunks, run_rounds
 from pfedla.training import batch_bounds
 
 SNAPSHOTS = 100
@@ -93,11 +93,12 @@ def simulate(
     (`retained_layers`, `neighbours`, …). `on_round` is called after every round. `progress` shows how far it is; left
     out, it does so on a terminal.
     """
-    least = {"rounds": 1, "local_epochs": 1, "batch_size": 1, "evaluate_every": 1, "threads": 0}
-    given = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
-    for name, value in {**given, "threads": threads}.items():
-        if value < least[name]:
-            raise PfedlaError(f"{name} = {value} is not possible: it should be at least {least[name]}")
+    for name, value, least in (
+        ("rounds", rounds, 1), ("local_epochs", local_epochs, 1), ("batch_size", batch_size, 1),
+        ("evaluate_every", evaluate_every, 1), ("threads", threads, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise PfedlaError(f"{name} = {value} is not possible: it should be at least {least}")
     if recalibrate not in get_args(Recalibrate):
         raise unknown("recalibrate", recalibrate, get_args(Recalibrate))
     if not 0 < lr < math.inf or not 0 < participation <= 1:
@@ -157,10 +158,8 @@ def simulate_method(
                 on_round(played)
         assert played.evaluation is not None  # the last round always is
         cohort = everyone(federation.num_examples, rounds + 1, seed)
-        models: list[Params] = []
-        for rows in torch.split(torch.arange(num_clients), EVALUATION_CHUNK):
-            chunk = cohort.only(rows)
-            models += clients.personal_models(chunk, method.download(played.server, chunk))
+        chunks = in_chunks(method, played.server, cohort)
+        models = [model for chunk, downloads in chunks for model in clients.personal_models(chunk, downloads)]
     return Simulation(
         method, played.evaluation.accuracy, played.evaluation.loss, after_training, played.traffic, refused,
         torch.stack(alphas) if alphas else None, alpha_rounds, models,

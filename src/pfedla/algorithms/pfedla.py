@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import NotApplicableError, PfedlaError
-from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
+from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, normalise_or_own
 from pfedla.layers import choose, mix
 from pfedla.seeds import generator
 from pfedla.training import sgd
@@ -27,9 +27,7 @@ class PFedLA(Algorithm):
 
     retained_layers: Annotated[int, Field(ge=0)] = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
     neighbours: Annotated[int, Field(ge=1)] | Literal["all"] = "all"  # K: only the K largest weights are mixed
-    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
-        3.0  # measured on validation data: docs/algorithms/pfedla.md
-    )
+    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0  # measured: docs/algorithms/pfedla.md
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Literal["softmax", "relu"] = "softmax"
@@ -79,12 +77,7 @@ class PFedLA(Algorithm):
             shuffled = draw.argsort(-1)
             best = shuffled.gather(-1, rank.gather(-1, shuffled).argsort(dim=-1, descending=True, stable=True))
             keep = torch.zeros_like(row, dtype=torch.bool).scatter_(-1, best[:, : self.neighbours], True)
-            kept = torch.where(keep, row, 0.0)
-            total = kept.sum(-1, keepdim=True)
-            only_own = torch.zeros_like(row)
-            only_own[:, client] = 1.0
-            # With ReLU weights all that is kept may be zero.
-            rows.append(torch.where(total > 0, kept / torch.where(total > 0, total, 1.0), only_own))
+            rows.append(normalise_or_own(torch.where(keep, row, 0.0), client))  # ReLU weights may all be zero
         return torch.stack(rows)
 
     def _sent(self, alpha: Tensor, cohort: Cohort) -> Tensor:
