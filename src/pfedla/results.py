@@ -1,5 +1,6 @@
 """The run folder: what a run leaves behind, in plain formats."""
 
+import dataclasses
 import json
 import math
 import os
@@ -62,15 +63,11 @@ class RunFolder:
         self._write("environment.json", environment())
         self._write("federation.json", _describe(built.federation))
 
-    def _retained(self, played: Round) -> dict[str, int]:
-        """Per layer how many of the cohort kept it at home, where some layers were sent and others not."""
-        kept = (~played.sent).sum(0).tolist() if played.sent.any() else []
-        return {name: count for name, count in zip(self.layers, kept, strict=False) if count}
-
     def add_round(self, played: Round) -> None:
         self.seconds.append(played.seconds)
         if played.evaluation is None:
             return
+        kept = zip(self.layers, (~played.sent).sum(0).tolist(), strict=True)
         line = {
             "round": played.round,
             "accuracy": {key: value for key, value in summary(played.evaluation.accuracy).items() if key != "per_client"},
@@ -78,11 +75,9 @@ class RunFolder:
             "accuracy_after_training": _mean(played.after_training.accuracy),
             "training_loss": _mean(played.training_loss),
             "seconds": {phase: round(value, 4) for phase, value in played.seconds.items()},
-            "down_bytes": played.traffic.down_bytes,
-            "up_bytes": played.traffic.up_bytes,
-            "evaluation_bytes": played.traffic.evaluation_bytes,
+            **dataclasses.asdict(played.traffic),
             "cohort": played.cohort.ids.tolist(),
-            "retained": self._retained(played),
+            "retained": {layer: count for layer, count in kept if count},
             "refused": played.refused.tolist(),
         }
         with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
@@ -102,11 +97,7 @@ class RunFolder:
             "accuracy": summary(simulation.accuracy),
             "accuracy_after_training": summary(simulation.accuracy_after_training),
             "loss": _mean(simulation.loss),
-            "traffic": {
-                "down_bytes": simulation.traffic.down_bytes,
-                "up_bytes": simulation.traffic.up_bytes,
-                "evaluation_bytes": simulation.traffic.evaluation_bytes,
-            },
+            "traffic": dataclasses.asdict(simulation.traffic),
             "refused_uploads": simulation.refused_uploads,
             "seconds": {"total": total, "per_round": total / experiment.rounds},
         }

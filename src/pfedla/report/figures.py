@@ -18,6 +18,11 @@ def read_rounds(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def read_result(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    return content
+
+
 def read_alpha(run: Path) -> tuple[Array, list[str], list[int]] | None:
     """alpha [snapshots, clients, layers, clients], layer names, rounds; None if the run has none."""
     path = run / "alpha.safetensors"
@@ -56,16 +61,19 @@ def draw_learning_curve(run: Path) -> Path:
     axis.plot(x, mean, color="C0", marker=marker, markersize=3, label="personal models, mean of clients")
     axis.plot(x, p10, color="C0", linestyle=":", label="personal models, lowest tenth of clients")
     axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
-    result = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(result))
+    axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(run))
     _finish(axis)
     axis.legend(fontsize=8)
     return _save(figure, run / "learning_curve.png")
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    where = f"{Path(result['dataset']).stem}, {result['partition']}"
-    return f"{result['algorithm']} on {where}, {result['clients']} clients, seed {result['seed']}"
+def _where(result: Mapping[str, Any]) -> str:
+    return f"{Path(result['dataset']).stem}, {result['partition']}, {result['clients']} clients"
+
+
+def _title(run: Path) -> str:
+    result = read_result(run)
+    return f"{result['algorithm']} on {_where(result)}, seed {result['seed']}"
 
 
 def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> Path:
@@ -89,10 +97,9 @@ def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> 
         axis.set_yticks(ticks)
         axis.tick_params(labelsize=7)
     figure.colorbar(picture, ax=axes, shrink=0.8, label="weight (square-root scale)")
-    neighbours = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))["algorithm"]["neighbours"]
+    neighbours = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))["algorithm"].get("neighbours", "all")
     cut = "" if neighbours == "all" else f"; the {neighbours} largest of a row are mixed"
-    title = _title(json.loads((run / "result.json").read_text(encoding="utf-8")))
-    figure.suptitle(f"Who borrows which layer from whom, after round {after_round}{cut}\n{title}", fontsize=10)
+    figure.suptitle(f"Who borrows which layer from whom, after round {after_round}{cut}\n{_title(run)}", fontsize=10)
     return _save(figure, run / "alpha.png")
 
 
@@ -106,16 +113,15 @@ def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[in
         axis.plot(rounds, values.mean(-1), label=name, color=f"C{layer}")
         axis.fill_between(rounds, values.min(-1), values.max(-1), alpha=0.1, color=f"C{layer}")
     axis.axhline(1 / alpha.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
-    title = _title(json.loads((run / "result.json").read_text(encoding="utf-8")))
     axis.set(xlabel="round", ylabel="self-weight", ylim=(0, 1.02))
-    axis.set_title(f"Self-weight per layer: mean and range of the clients\n{title}", fontsize=10)
+    axis.set_title(f"Self-weight per layer: mean and range of the clients\n{_title(run)}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8, ncols=2)
     return _save(figure, run / "self_weight.png")
 
 
 def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
-    """Learning curves of several algorithms: the mean over seeds, and their range."""
+    """Learning curves of several algorithms: the mean over seeds, and their standard deviation."""
     figure, axes = _subplots(figsize=(6.5, 4))
     axis = axes[0, 0]
     for position, (name, folders) in enumerate(runs.items()):
@@ -126,10 +132,9 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
         if len(curves) > 1:
             spread = curves.std(0, ddof=1)
             axis.fill_between(x, curves.mean(0) - spread, curves.mean(0) + spread, alpha=0.15, color=f"C{position}")
-    result = json.loads((folders[0] / "result.json").read_text(encoding="utf-8"))
     seeds = "1 seed" if len(folders) == 1 else f"{len(folders)} seeds, band: ± standard deviation"
     axis.set(xlabel="round", ylabel="test accuracy (%)")
-    where = f"{Path(result['dataset']).stem}, {result['partition']}, {result['clients']} clients"
+    where = _where(read_result(folders[0]))
     axis.set_title(f"Personal models, mean of all clients\n{where}, {seeds}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8)
