@@ -77,7 +77,7 @@ def run(
 
     built = build(Experiment.parse(gather(given)))
     folder = RunFolder(out or free_folder(built.experiment))
-    with Reporter(built.experiment.rounds, quiet or as_json) as reporter:
+    with Reporter(built.experiment.rounds, quiet or as_json, folder.path) as reporter:
         reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
         result = run_built(built, folder, reporter.on_round)
     if as_json:
@@ -128,7 +128,7 @@ def compare(
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
     numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
     planned = plan(values, names, numbers, out)
-    with Reporter(planned.total_rounds, quiet or as_json) as reporter:
+    with Reporter(planned.total_rounds, quiet or as_json, planned.folder) as reporter:
         rows = compare_all(planned, reporter.begin, reporter.on_round)
     if as_json:
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))

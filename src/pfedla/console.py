@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere, nothing if quiet."""
 
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +14,8 @@ from pfedla.rounds import Round
 class Reporter:
     """Progress on standard error, so that standard output holds results only."""
 
-    def __init__(self, total_rounds: int, quiet: bool) -> None:
+    def __init__(self, total_rounds: int, quiet: bool, folder: Path | None = None) -> None:
+        self.folder = folder
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         self.total, self.done = total_rounds, 0
         self.label, self.accuracy = "", "…"
@@ -55,4 +57,5 @@ class Reporter:
         if self._live:
             self._live.stop()
         if isinstance(error, KeyboardInterrupt):
-            self.console.print(f"interrupted after {self.done} of {self.total} rounds; what was written stays in its folder")
+            kept = f"; what was written is in {self.folder}" if self.folder and self.folder.exists() else ""
+            self.console.print(f"interrupted after {self.done} of {self.total} rounds{kept}", soft_wrap=True)
