@@ -23,6 +23,7 @@ AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+TEST_SHARE = 0.3  # the paper's
 
 
 class _Section(BaseModel):
@@ -102,9 +103,9 @@ def _explain(error: ValidationError) -> str:
         section = where[0] if len(where) > 1 else None
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
         return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
-    # A union ("auto" or a number) reports each of its members: the one about the number says more.
     if problem["type"] == "model_type":
         return f"{key} = {problem['input']!r} is not possible: [{key}] is a section"
+    # A union ("auto" or a number) reports each of its members.
     same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
     messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
     return f"{key} = {problem['input']!r} is not possible: it should be {' or '.join(messages)}"
@@ -184,7 +185,7 @@ def build_federation(data: DataSection, seed: int, dataset: datasets.Dataset | N
         dataset, _chosen(data.partition), clients=_chosen(data.clients),
         samples_per_client=None if data.samples_per_client == AUTO else data.samples_per_client,
         classes_per_client=_chosen(data.classes_per_client), dominant_classes=_chosen(data.dominant_classes),
-        dominant_share=data.dominant_share, test_share=0.3 if data.test_share == AUTO else data.test_share, seed=seed,
+        dominant_share=data.dominant_share, test_share=TEST_SHARE if data.test_share == AUTO else data.test_share, seed=seed,
     )  # fmt: skip
     if data.partition != "client":
         per_client = len(federation.train[0].y) + len(federation.test[0].y)
@@ -221,7 +222,7 @@ def _resolve_data(data: DataSection, dataset: datasets.Dataset) -> DataSection:
     if data.samples_per_client == AUTO and entry and entry.samples_per_client:
         chosen["samples_per_client"] = entry.samples_per_client
     if data.test_share == AUTO and not (chosen["partition"] == "client" and dataset.test is not None):
-        chosen["test_share"] = 0.3
+        chosen["test_share"] = TEST_SHARE
     if data.classes_per_client == AUTO:
         chosen["classes_per_client"] = 12 if num_classes >= 100 else min(4, num_classes)
     if data.dominant_classes == AUTO:

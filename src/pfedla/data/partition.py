@@ -80,28 +80,17 @@ def _test_counts(quota: Array, test_share: float) -> Array:
     return shares_to_counts(quota, round(quota.sum() * test_share)) if quota.any() else quota
 
 
-def _available(dataset: Dataset) -> tuple[Array, Array | None]:
-    """Examples of each class: all (or those for training), and those of a ready test split."""
-    num_classes = len(dataset.classes)
-    if dataset.test is None:
-        return np.bincount(dataset.y, minlength=num_classes), None
-    parts = (np.bincount(dataset.y[rows], minlength=num_classes) for rows in (~dataset.test, dataset.test))
-    train, test = parts
-    return train, test
-
-
 def largest_samples(dataset: Dataset, shares: Array, test_share: float) -> int:
-    """The most examples per client that the classes allow; 0 if not even one."""
-    train, test = _available(dataset)
+    """The most examples per client that the classes (and the parts of a ready test split) allow; 0 if not even one."""
+    available = np.bincount(dataset.y, minlength=len(dataset.classes))
+    ready = None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
     demand = shares.sum(0)
-    total = train if test is None else train + test
-    samples = int(np.min(total[demand > 0] / demand[demand > 0]))
-    while samples > 0:
-        quotas = quotas_of(shares, samples, test_share)
-        needs = quotas.train.sum(0), quotas.test.sum(0)
-        if (needs[0] + needs[1] <= train).all() if test is None else (needs[0] <= train).all() and (needs[1] <= test).all():
+    most = int(np.min(available[demand > 0] / demand[demand > 0]))  # before rounding
+    for samples in range(most, 0, -1):
+        train, test = (quota.sum(0) for quota in quotas_of(shares, samples, test_share))
+        fits = train + test <= available if ready is None else (train <= available - ready) & (test <= ready)
+        if fits.all():
             return samples
-        samples -= 1
     return 0
 
 
