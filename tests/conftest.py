@@ -12,7 +12,7 @@ from pfedla.algorithms import create
 from pfedla.cli import main
 from pfedla.communication import Traffic
 from pfedla.contracts import Algorithm, LocalTraining, Params, ServerState
-from pfedla.data.datasets import fashion_mnist_folder
+from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
 from pfedla.models import task_of
@@ -114,9 +114,13 @@ def pfedla(
 
 
 @pytest.fixture
-def fashion_mnist() -> None:
-    """Needs the real files; where CI promises them, their absence is a failure."""
-    if fashion_mnist_folder() is None:
-        if os.environ.get("PFEDLA_REQUIRE_DATA"):
-            pytest.fail("Fashion-MNIST is not there, though PFEDLA_REQUIRE_DATA is set")
-        pytest.skip("Fashion-MNIST is not there (data directory or Debian's dataset-fashion-mnist)")
+def real() -> Callable[[str], None]:
+    """real(name) needs the real files of a data set; where CI promises them, their absence is a failure."""
+
+    def need(name: str) -> None:
+        if not state_of(name).here:
+            if os.environ.get("PFEDLA_REQUIRE_DATA"):
+                pytest.fail(f"{name} is not there, though PFEDLA_REQUIRE_DATA is set")
+            pytest.skip(f"{name} is not in the data directory")
+
+    return need

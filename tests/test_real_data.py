@@ -1,6 +1,8 @@
 """The paper's federation on the real files, shortened."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ pytestmark = pytest.mark.slow
 FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--partition", "classes", "--local-epochs", 2)
 
 
-def test_all_methods_learn_on_fashion_mnist(pfedla, fashion_mnist: None, tmp_path: Path) -> None:
+def test_all_methods_learn_on_fashion_mnist(pfedla, real, tmp_path: Path) -> None:
+    real("fashion-mnist")
     code, _, err = pfedla("compare", *FEDERATION, "--rounds", 6, "--lr", 0.02, "--out", "c", "-q")
     assert code == 0, err
     results = {name: one[0] for name, one in json.loads((tmp_path / "c" / "comparison.json").read_text()).items()}
@@ -29,9 +32,8 @@ def test_all_methods_learn_on_fashion_mnist(pfedla, fashion_mnist: None, tmp_pat
 
 
 @pytest.mark.parametrize("algorithm", ["pfedla", "heurpfedla"])
-def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(
-    pfedla, fashion_mnist: None, tmp_path: Path, algorithm: str
-) -> None:
+def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(pfedla, real, tmp_path: Path, algorithm: str) -> None:
+    real("fashion-mnist")
     for threads in (1, 2, 3):
         code, _, err = pfedla(
             "run", "-a", algorithm, *FEDERATION, "--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q"
@@ -43,6 +45,51 @@ def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(
             assert all(torch.equal(one[name], two[name]) for name in one)
         first, second = (load_file(tmp_path / run / "alpha.safetensors")["alpha"] for run in ("t1", other))
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_the_papers_batchnorm_cnn_on_the_real_photographs(pfedla, real, tmp_path: Path, name: str, classes: int) -> None:
+    real(name)
+    code, out, err = pfedla("run", "-d", name, "-a", "pfedla", "--rounds", 2, "--json", "--out", "r")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["model"] == "cnn-bn"
+    assert result["traffic"]["up_bytes"] == 2 * 10 * 4 * (121_278 + (classes - 10) * 85)
+    lines = [json.loads(line) for line in (tmp_path / "r" / "rounds.jsonl").read_text().splitlines()]
+    assert lines[1]["training_loss"] < lines[0]["training_loss"]
+    federation = json.loads((tmp_path / "r" / "federation.json").read_text())
+    each = 4 if classes == 10 else 12
+    assert federation["statistics"]["classes_per_client"] == {"mean": each, "min": each, "max": each}
+
+
+def test_emnist_on_the_development_subset(pfedla, real) -> None:
+    real("emnist")
+    code, out, err = pfedla("run", "-d", "emnist", "-a", "pfedla", "--rounds", 2, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["model"], result["traffic"]["up_bytes"]) == ("cnn", 2 * 10 * 4 * 85_822)
+
+
+BUILD = """
+import json, os, time
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+from pfedla.experiment import DataSection, build_federation
+before, start = resident(), time.perf_counter()
+data, federation = build_federation(DataSection(dataset="cifar10", clients=100), 0)
+seconds = time.perf_counter() - start
+images = sum(part.x.numel() for part in (*federation.train, *federation.test))
+print(json.dumps({"seconds": seconds, "held": resident() - before, "images": images}))
+"""
+
+
+def test_a_hundred_clients_are_built_quickly_and_stay_small(real) -> None:
+    """In a process of its own: what the process holds more than before, against the bytes of its uint8 images."""
+    real("cifar10")
+    found = json.loads(subprocess.run([sys.executable, "-c", BUILD], check=True, capture_output=True, text=True).stdout)
+    assert found["images"] == 60_000 * 3072
+    assert found["seconds"] < 5
+    assert found["held"] <= 2 * found["images"]
 
 
 def test_the_papers_batchnorm_cnn_agrees_between_engines(pfedla, tmp_path: Path) -> None:

@@ -10,6 +10,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pfedla.cli_data import data_app
+from pfedla.cli_options import (
+    Augment,
+    BatchSize,
+    Clients,
+    Dataset,
+    Device,
+    Engine,
+    File,
+    Json,
+    LocalEpochs,
+    Lr,
+    Model,
+    Out,
+    Participation,
+    Partition,
+    Quiet,
+    Rounds,
+    Samples,
+    Setting,
+    Threads,
+    out_console,
+)  # fmt: skip
 from pfedla.errors import PfedlaError
 
 app = typer.Typer(
@@ -20,38 +43,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out_console = Console(highlight=False, markup=False)
-
-File = Annotated[
-    Path | None, typer.Argument(help="Experiment file; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False)
-]
-Dataset = Annotated[str | None, typer.Option("--dataset", "-d", help="digits, fashion-mnist or a file.npz with x, y.")]
-Partition = Annotated[
-    str | None,
-    typer.Option(help="classes: 4 classes a client (non-IID_1); dominant: all, 2 prevail (non-IID_2); client: as in the file."),
-]
-Clients = Annotated[int | None, typer.Option(help="Number of clients (default: 10).")]
-Samples = Annotated[
-    int | None, typer.Option(help="Examples per client, training and test (default: 600; digits: all there is).")
-]
-Participation = Annotated[float | None, typer.Option(help="Share of the clients in each round (default: 1.0).")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds of training (default: 20).")]
-LocalEpochs = Annotated[int | None, typer.Option(help="Local epochs a round (default: 5).")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate of the clients (default: the paper's for the data set).")]
-BatchSize = Annotated[int | None, typer.Option(help="Local batch size (default: 32).")]
-Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp (default: by the data's shape).")]
-Engine = Annotated[str | None, typer.Option(help="threaded, or vectorized (vmap: GPUs and small nets) (default: threaded).")]
-Threads = Annotated[
-    int | None, typer.Option(help="Clients trained at once (threaded); does not change the results (default: one per core).")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
-Setting = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
+app.add_typer(data_app, name="data")
 
 
 @app.command()
@@ -60,7 +52,7 @@ def run(
     algorithm: Annotated[str | None, typer.Option("--algorithm", "-a", help="See `pfedla algorithms` (pfedla).")] = None,
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
-    batch_size: BatchSize = None, model: Model = None,
+    batch_size: BatchSize = None, augment: Augment = None, model: Model = None,
     seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
     engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, setting: Setting = None,
     quiet: Quiet = False, as_json: Json = False,
@@ -83,9 +75,10 @@ def run(
     if as_json:
         print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
-        from pfedla.report.tables import result_table, traffic_line
+        from pfedla.report.tables import leak_line, result_table, traffic_line
 
         out_console.print(result_table(result))
+        _print_leak(leak_line(result))
         seconds = f"{result['seconds']['total']:.1f} s"
         where = f"results and pictures in {folder.path}"
         out_console.print(f"{traffic_line(result['traffic'])}; {seconds}; {where}", soft_wrap=True)
@@ -104,7 +97,7 @@ def compare(
     ] = None,
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
-    batch_size: BatchSize = None, model: Model = None, engine: Engine = None, threads: Threads = None,
+    batch_size: BatchSize = None, augment: Augment = None, model: Model = None, engine: Engine = None, threads: Threads = None,
     device: Device = None, out: Out = None,
     setting: Annotated[
         list[str] | None,
@@ -122,7 +115,7 @@ def compare(
     from pfedla.comparison import plan
     from pfedla.console import Reporter
     from pfedla.options import gather
-    from pfedla.report.tables import comparison_table
+    from pfedla.report.tables import comparison_table, leak_line
 
     values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
@@ -134,10 +127,16 @@ def compare(
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:
         out_console.print(comparison_table(rows))
+        _print_leak(next(leak_line(row.results[0]) for row in rows if row.results))
         out_console.print("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
         first = [planned.folder / name for name in ("comparison.md", "learning_curves.png")]
         for path in [*first, *sorted(planned.folder.glob("*/*.png"))]:
             out_console.print(f"  {path}", soft_wrap=True)
+
+
+def _print_leak(line: str) -> None:
+    if line:
+        out_console.print(line, soft_wrap=True)
 
 
 def _words(text: str) -> list[str]:
@@ -166,24 +165,8 @@ def algorithms(as_json: Json = False) -> None:
 
 
 @app.command()
-def data() -> None:
-    """The data sets: their shape, and where each would be read from."""
-    from pfedla.data.datasets import KNOWN, data_directory, fashion_mnist_folder
-
-    places = {"digits": "embedded", "fashion-mnist": str(fashion_mnist_folder() or "downloaded when first used")}
-    table = Table("data set", "shape", "classes", "what", "where")
-    for name, entry in KNOWN.items():
-        shape = "x".join(map(str, entry.shape))
-        where = places.get(name, "shape only (pfedla communication)")
-        table.add_row(name, shape, str(entry.num_classes), entry.summary, where)
-    table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
-    out_console.print(table)
-    out_console.print(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)", soft_wrap=True)
-
-
-@app.command()
 def communication(
-    dataset: Annotated[str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, cifar100, digits.")],
+    dataset: Annotated[str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, …: see `pfedla data list`.")],
     clients: Annotated[int, typer.Option(min=1, max=10**9, help="Number of clients.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, max=10**9, help="Rounds.")] = 75,
     participation: Annotated[float, typer.Option(help="Share of the clients in each round.")] = 1.0,

@@ -8,6 +8,7 @@ from typing import Any
 
 from pfedla.algorithms import ALGORITHMS, find, options_model
 from pfedla.data import datasets
+from pfedla.data.own import Dataset
 from pfedla.errors import NotApplicableError, PfedlaError
 from pfedla.experiment import Experiment, build, overlay
 from pfedla.report.figures import draw_comparison
@@ -20,7 +21,7 @@ from pfedla.rounds import Round
 class Plan:
     """What a comparison will run. All of it has been built once, so nothing in it can be refused any more."""
 
-    dataset: datasets.Dataset
+    dataset: Dataset
     experiments: list[Experiment]  # of the methods that apply, one per algorithm and seed
     reasons: dict[str, str]  # per algorithm why it does not apply; empty if it does
     folder: Path
@@ -51,7 +52,7 @@ def plan(values: Mapping[str, Any], names: list[str], seeds: list[int], out: Pat
             experiment = Experiment.parse(overlay(common, own))
             dataset = dataset or datasets.load(experiment.data.dataset)
             try:
-                partition = str(build(experiment, dataset).experiment.data.partition)
+                partition = build(experiment, dataset).experiment.data.split_name
             except NotApplicableError as error:
                 reasons[name] = str(error)
             else:

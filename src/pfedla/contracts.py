@@ -57,6 +57,7 @@ class LocalData(NamedTuple):
     x: Tensor
     y: Tensor
     order: Tensor  # [epochs, examples]
+    crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see augmentation.py; [epochs, 0, 3]: images are used as they are
 
 
 class LocalResult(NamedTuple):
@@ -90,6 +91,7 @@ class LocalTraining:
     lr: float
     epochs: int
     batch_size: int
+    augment: bool = False  # random crop and flip of the training images
 
 
 class Task(Protocol):

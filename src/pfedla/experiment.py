@@ -12,7 +12,8 @@ from pfedla import algorithms
 from pfedla.contracts import Algorithm, LocalTraining, Recalibrate
 from pfedla.data import datasets
 from pfedla.data.federation import Federation, partitioned
-from pfedla.data.partition import Partition
+from pfedla.data.own import Dataset
+from pfedla.data.rules import LARGEST_BETA, TEST_SHARE, TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Partition, Recipe
 from pfedla.engines import ENGINES
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, unknown
@@ -23,7 +24,6 @@ AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1)]
-TEST_SHARE = 0.3  # the paper's
 
 
 class _Section(BaseModel):
@@ -34,13 +34,24 @@ class DataSection(_Section):
     """[data]: which data, and how they are cut into clients."""
 
     dataset: str = "digits"
+    classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO  # only the first classes; auto: all, emnist 10, toy 9
     partition: Partition | Auto = AUTO  # auto: the data's own clients if it names them, else classes (non-IID_1)
-    clients: Positive | Auto = AUTO  # auto: 10, or the data's own
+    clients: Positive | Auto = AUTO  # auto: 10, or the data's own; twins and chain 8, toy 6
     samples_per_client: Positive | Auto = AUTO  # auto: 600 as in the paper; for digits and own data all there is
-    classes_per_client: Positive | Auto = AUTO  # auto: 4; 12 with a hundred classes
+    classes_per_client: Positive | Auto = AUTO  # auto: 4; 12 with a hundred classes (classes); toy 3
     dominant_classes: Positive | Auto = AUTO  # auto: 2; 6 with a hundred classes
     dominant_share: Share = 0.6
+    beta: Annotated[float, Field(gt=0, le=LARGEST_BETA, allow_inf_nan=False)] = (
+        0.5  # dirichlet: the smaller, the more unlike the clients
+    )
+    shards_per_client: Positive = 2
+    overlapping: bool = False  # clients draw from one pool: test images of one may train another (the paper-like leak)
     test_share: Share | Auto = AUTO  # auto: 0.3, unless the data name both clients and a ready test split
+
+    @property
+    def split_name(self) -> str:
+        """The partition as results name it: a leak between clients is never left unsaid."""
+        return f"{self.partition}{'-overlapping' if self.overlapping else ''}"
 
 
 class TrainingSection(_Section):
@@ -49,6 +60,7 @@ class TrainingSection(_Section):
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # auto: the paper's for the data set
     local_epochs: Positive = 5
     batch_size: Positive = 32
+    augment: bool = False  # random crop and flip of the training images; the paper states none
 
 
 class EngineSection(_Section):
@@ -154,7 +166,7 @@ class Built(NamedTuple):
     algorithm: Algorithm
 
 
-def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Built:
+def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
     options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
     if experiment.engine.name not in ENGINES:
@@ -167,9 +179,11 @@ def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Bu
     module = build_model(name, federation.shape, len(federation.classes), generator(experiment.seed, "model"))
     training = experiment.training
     if training.lr == AUTO:
-        entry = datasets.KNOWN.get(data.dataset)
+        entry = datasets.KNOWN.get(experiment.data.dataset)
         training = training.model_copy(update={"lr": entry.lr if entry else 0.01})
-    budget = LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size)
+    if training.augment:
+        federation.check_images()
+    budget = LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size, training.augment)
     method = algorithms.create(experiment.algorithm.name, task_of(module), budget, options)
     method.check(len(federation))
     section = AlgorithmSection(name=experiment.algorithm.name, **options)
@@ -177,19 +191,22 @@ def build(experiment: Experiment, dataset: datasets.Dataset | None = None) -> Bu
     return Built(resolved, federation, method)
 
 
-def build_federation(data: DataSection, seed: int, dataset: datasets.Dataset | None = None) -> tuple[DataSection, Federation]:
+def build_federation(data: DataSection, seed: int, dataset: Dataset | None = None) -> tuple[DataSection, Federation]:
     """The federation, and its section with every "auto" resolved."""
     dataset = dataset or datasets.load(data.dataset)
+    dataset = dataset.limited(_classes_limit(data, dataset))
     data = _resolve_data(data, dataset)
-    federation = partitioned(
-        dataset, _chosen(data.partition), clients=_chosen(data.clients),
+    recipe = Recipe(
+        partition=_chosen(data.partition), clients=_chosen(data.clients),
         samples_per_client=None if data.samples_per_client == AUTO else data.samples_per_client,
         classes_per_client=_chosen(data.classes_per_client), dominant_classes=_chosen(data.dominant_classes),
-        dominant_share=data.dominant_share, test_share=TEST_SHARE if data.test_share == AUTO else data.test_share, seed=seed,
+        dominant_share=data.dominant_share, beta=data.beta, shards_per_client=data.shards_per_client,
+        overlapping=data.overlapping, test_share=TEST_SHARE if data.test_share == AUTO else data.test_share,
     )  # fmt: skip
+    federation = partitioned(dataset, recipe, seed)
     if data.partition != "client":
-        per_client = len(federation.train[0].y) + len(federation.test[0].y)
-        data = data.model_copy(update={"samples_per_client": per_client})
+        total = int(federation.class_counts().sum())
+        data = data.model_copy(update={"samples_per_client": total // len(federation)})
     return data, federation
 
 
@@ -199,32 +216,46 @@ def _chosen(value: Any) -> Any:
     return value
 
 
-def _resolve_data(data: DataSection, dataset: datasets.Dataset) -> DataSection:
+def _classes_limit(data: DataSection, dataset: Dataset) -> int:
+    entry = datasets.KNOWN.get(data.dataset)
+    if data.partition == "toy":
+        if data.classes_limit not in (AUTO, TOY_CLASSES):
+            raise PfedlaError(f"partition 'toy' has {TOY_CLASSES} classes; leave classes_limit out")
+        return TOY_CLASSES
+    if data.classes_limit != AUTO:
+        return data.classes_limit
+    return (entry.classes_limit if entry else None) or len(dataset.classes)
+
+
+def _resolve_data(data: DataSection, dataset: Dataset) -> DataSection:
     num_classes, found = len(dataset.classes), len(dataset.client_names)
-    chosen: dict[str, Any] = {"partition": data.partition}
+    chosen: dict[str, Any] = {"partition": data.partition, "classes_limit": num_classes}
     if data.partition == AUTO:
         chosen["partition"] = "client" if found else "classes"
-    if data.dataset.endswith(".npz"):
-        chosen["dataset"] = str(Path(data.dataset).resolve())  # the run folder may be used from elsewhere
+    partition = chosen["partition"]
+    if dataset.file is not None:
+        chosen["dataset"] = str(dataset.file)  # the run folder may be used from elsewhere
     entry = datasets.KNOWN.get(data.dataset)
-    if chosen["partition"] == "client":
+    if partition == "client":
         if found and data.clients not in (AUTO, found):
             raise PfedlaError(f"clients = {data.clients}, but {dataset.name} names {found} clients; leave it out")
-        if data.samples_per_client != AUTO:
-            raise PfedlaError(f"samples_per_client: {dataset.name} says whose each example is, all are used; leave it out")
+        if data.samples_per_client != AUTO or data.overlapping:
+            key = "overlapping" if data.overlapping else "samples_per_client"
+            raise PfedlaError(f"{key}: {dataset.name} says whose each example is, all are used; leave it out")
         if dataset.test is not None and data.test_share != AUTO:
             raise PfedlaError(f"test_share: {dataset.name} has a ready test split; leave it out")
         chosen["clients"] = found
     elif data.clients == AUTO:
-        chosen["clients"] = 10
+        chosen["clients"] = {"twins": 8, "chain": 8, "toy": TOY_CLIENTS}.get(partition, 10)
     elif data.clients > len(dataset.y):
         raise PfedlaError(f"{data.clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
-    if data.samples_per_client == AUTO and entry and entry.samples_per_client:
+    if data.samples_per_client == AUTO and partition != "client" and entry and entry.samples_per_client:
         chosen["samples_per_client"] = entry.samples_per_client
-    if data.test_share == AUTO and not (chosen["partition"] == "client" and dataset.test is not None):
+    if data.test_share == AUTO and not (partition == "client" and dataset.test is not None):
         chosen["test_share"] = TEST_SHARE
     if data.classes_per_client == AUTO:
-        chosen["classes_per_client"] = 12 if num_classes >= 100 else min(4, num_classes)
+        usual = 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes)
+        chosen["classes_per_client"] = TOY_CLASSES_PER_CLIENT if partition == "toy" else usual
     if data.dominant_classes == AUTO:
         chosen["dominant_classes"] = 6 if num_classes >= 100 else min(2, max(1, num_classes // 2))
     return data.model_copy(update=chosen)

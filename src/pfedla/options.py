@@ -9,6 +9,7 @@ PLACES = {
     "dataset": ("data", "dataset"), "partition": ("data", "partition"), "clients": ("data", "clients"),
     "samples": ("data", "samples_per_client"), "participation": ("participation",), "rounds": ("rounds",),
     "local_epochs": ("training", "local_epochs"), "lr": ("training", "lr"), "batch_size": ("training", "batch_size"),
+    "augment": ("training", "augment"),
     "model": ("model",), "seed": ("seed",), "engine": ("engine", "name"), "threads": ("engine", "threads"),
     "device": ("engine", "device"), "algorithm": ("algorithm", "name"),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pfedla.data import datasets
+from pfedla.data.own import load_npz
 from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import Experiment, build_federation, read_toml
 from pfedla.models import build_model, load_tensors, task_of
@@ -116,7 +116,7 @@ def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
 
 def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
-    dataset = datasets.load_npz(path)
+    dataset = load_npz(path)
     known = personal.federation
     if dataset.x.shape[1:] != known.shape:
         raise PfedlaError(f"{path}: examples of shape {dataset.x.shape[1:]}, the model takes {known.shape}")

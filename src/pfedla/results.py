@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from pfedla import __version__
 from pfedla.data.federation import Federation
+from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
 from pfedla.report.figures import draw_run
@@ -61,7 +62,7 @@ class RunFolder:
         self.layers = built.algorithm.task.layers.names
         (self.path / "experiment.toml").write_text(built.experiment.to_toml(), encoding="utf-8")
         self._write("environment.json", environment())
-        self._write("federation.json", _describe(built.federation))
+        self._write("federation.json", describe(built.federation))
 
     def add_round(self, played: Round) -> None:
         self.seconds.append(played.seconds)
@@ -90,6 +91,8 @@ class RunFolder:
             "algorithm": experiment.algorithm.name,
             "dataset": experiment.data.dataset,
             "partition": experiment.data.partition,
+            "overlapping": experiment.data.overlapping,
+            "leaked_test_share": built.federation.leaked_share,
             "clients": len(built.federation),
             "rounds": experiment.rounds,
             "seed": experiment.seed,
@@ -139,7 +142,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _describe(federation: Federation) -> dict[str, Any]:
+def describe(federation: Federation) -> dict[str, Any]:
+    """What federation.json holds: how the data are cut, and how unlike the clients are."""
     counts = federation.class_counts()
     return {
         "shape": federation.shape,
@@ -149,6 +153,8 @@ def _describe(federation: Federation) -> dict[str, Any]:
         "clients": federation.names,
         "train": counts[:, 0].tolist(),
         "test": counts[:, 1].tolist(),
+        "leaked_test_share": federation.leaked_share,
+        "statistics": split_statistics(counts),
     }
 
 
@@ -179,7 +185,7 @@ def run_built(built: Built, folder: RunFolder, on_round: Callable[[Round], None]
 def free_folder(experiment: Experiment, root: Path = Path("runs")) -> Path:
     """runs/<algorithm>-<dataset>-<partition>-s<seed>, numbered if it is taken."""
     data = experiment.data
-    name = f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.partition}-s{experiment.seed}"
+    name = f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.split_name}-s{experiment.seed}"
     return numbered(root / name)
 
 

@@ -76,6 +76,7 @@ def simulate(
     local_epochs: int = 5,
     lr: float = 0.01,
     batch_size: int = 32,
+    augment: bool = False,
     participation: float = 1.0,
     seed: int = 0,
     engine: str = "threaded",
@@ -90,8 +91,8 @@ def simulate(
     """Train personal models for all clients of a federation.
 
     `model` maps a batch to logits; its present weights are everyone's start. `options` are the algorithm's own
-    (`retained_layers`, `neighbours`, …). `on_round` is called after every round. `progress` shows how far it is; left
-    out, it does so on a terminal.
+    (`retained_layers`, `neighbours`, …). `augment` crops and flips the training images at random. `on_round` is called
+    after every round. `progress` shows how far it is; left out, it does so on a terminal.
     """
     for name, value, least in (
         ("rounds", rounds, 1), ("local_epochs", local_epochs, 1), ("batch_size", batch_size, 1),
@@ -113,10 +114,12 @@ def simulate(
             if on_round is not None:
                 on_round(played)
 
+        if augment:
+            federation.check_images()
         task = task_of(model)
         sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
         task.check(federation.normalised(federation.train[0].x[: min(sizes)]), len(federation.classes))
-        method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size), options)
+        method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size, augment), options)
         return simulate_method(
             federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
             device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad_and_value
 
+from pfedla.augmentation import cropped
 from pfedla.contracts import LocalData, LocalTraining, Task
 from pfedla.tree import Params
 
@@ -29,8 +30,10 @@ def sgd(task: Task, tensors: Params, data: LocalData, training: LocalTraining) -
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     gradient = grad_and_value(task.loss, has_aux=True)
     losses = []
-    for order in data.order.unbind(0):
+    for epoch, order in enumerate(data.order.unbind(0)):
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
+        if training.augment:
+            x = cropped(x, data.crops[epoch])
         for start, stop in batch_bounds(len(y), training.batch_size):
             gradients, (loss, statistics) = gradient(parameters, statistics, x[start:stop], y[start:stop])
             parameters = {name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in parameters.items()}

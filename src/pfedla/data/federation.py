@@ -1,14 +1,16 @@
 """Arrays to clients: the partitioned data, kept in their compact form and normalised when a client uses them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pfedla.data.datasets import Array, Dataset, dataset_of
-from pfedla.data.partition import Partition, Split, by_client, class_shares, draw, largest_samples, quotas_of
+from pfedla.data.own import Array, Dataset, dataset_of
+from pfedla.data.partition import leaked_share, split_of
+from pfedla.data.rules import TEST_SHARE, Partition, Recipe
 from pfedla.errors import PfedlaError, unknown
 from pfedla.seeds import numpy_generator
 
@@ -25,10 +27,11 @@ class Federation:
 
     def __init__(
         self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
-        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (),
+        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0,
     ) -> None:  # fmt: skip
         self.train, self.test = tuple(train), tuple(test)
         self.classes, self.mean, self.std = classes, mean, std
+        self.leaked_share = leaked_share  # of the test examples: those that train another client
         self.names = names or tuple(map(str, range(len(self.train))))
         for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
             if not len(examples.y) or not len(tests.y):
@@ -48,6 +51,10 @@ class Federation:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.train[0].x.shape[1:])
 
+    def check_images(self) -> None:
+        if len(self.shape) != 3:
+            raise PfedlaError(f"augment crops and flips images, but these examples have the shape {self.shape}; leave it out")
+
     def normalised(self, x: Tensor) -> Tensor:
         """float32, channel by channel; data that came as floats are used as they are."""
         if not self.mean:
@@ -65,61 +72,33 @@ class Federation:
         return np.array(rows)
 
 
-def _federation(dataset: Dataset, split: Split, names: tuple[str, ...] = ()) -> Federation:
+def federation_of(
+    x: Array, y: Array, client: Array | None = None, test: Array | None = None, *, partition: Partition | None = None,
+    clients: int = 10, test_share: float = TEST_SHARE, seed: int = 0, **recipe: Any,
+) -> Federation:  # fmt: skip
+    """A federation from your own arrays: examples, labels, and whose each example is or how to cut them into clients.
+
+    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class. `partition`
+    (classes, dominant, dirichlet, …) takes the options of docs/data.md as further arguments.
+    """
+    dataset = dataset_of("arrays", x, y, client, test)
+    choices = [field.name for field in fields(Recipe)]
+    if strange := [key for key in recipe if key not in choices]:
+        raise unknown("option", strange[0], choices)
+    how = partition or ("client" if client is not None else "classes")
+    return partitioned(dataset, Recipe(partition=how, clients=clients, test_share=test_share, **recipe), seed)
+
+
+def partitioned(dataset: Dataset, recipe: Recipe, seed: int) -> Federation:
+    """Cut a data set into clients."""
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
+    split = split_of(dataset, recipe, numpy_generator(seed, "partition"))
 
     def examples(rows: Array) -> Examples:
         return Examples(torch.from_numpy(dataset.x[rows]), torch.from_numpy(dataset.y[rows]))
 
     return Federation(
         [examples(rows) for rows in split.train], [examples(rows) for rows in split.test], dataset.classes,
-        dataset.mean, dataset.std, names,
+        dataset.mean, dataset.std, dataset.client_names if recipe.partition == "client" else (), leaked_share(split),
     )  # fmt: skip
-
-
-def federation_of(
-    x: Array, y: Array, client: Array, test: Array | None = None, *, test_share: float = 0.3, seed: int = 0
-) -> Federation:
-    """A federation from your own arrays: examples, labels and whose each example is.
-
-    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class.
-    """
-    dataset = dataset_of("arrays", x, y, client, test)
-    return _federation(dataset, by_client(dataset, test_share, numpy_generator(seed, "partition")), dataset.client_names)
-
-
-def partitioned(
-    dataset: Dataset, partition: Partition, *, clients: int, samples_per_client: int | None,
-    classes_per_client: int, dominant_classes: int, dominant_share: float, test_share: float, seed: int,
-) -> Federation:  # fmt: skip
-    """Cut a data set into clients. `samples_per_client=None` takes as many as the classes allow."""
-    rng = numpy_generator(seed, "partition")
-    if partition == "client":
-        return _federation(dataset, by_client(dataset, test_share, rng), dataset.client_names)
-    num_classes = len(dataset.classes)
-    if partition == "classes":
-        classes, limit = classes_per_client, num_classes
-    elif partition == "dominant":
-        classes, limit = dominant_classes, num_classes - 1
-    else:
-        raise unknown("partition", partition, ["classes", "dominant", "client"])
-    if classes > limit:
-        key = "classes_per_client" if partition == "classes" else "dominant_classes"
-        raise PfedlaError(f"{key} = {classes}, but {dataset.name} has {num_classes} classes and allows at most {limit}")
-    if partition == "dominant" and dominant_share <= classes / num_classes:
-        raise PfedlaError(f"dominant_share = {dominant_share}: {classes} of {num_classes} classes would not prevail; use more")
-    shares = class_shares(partition, clients, num_classes, classes, dominant_share, rng)
-    samples = samples_per_client or largest_samples(dataset, shares, test_share)
-    if not samples:
-        raise PfedlaError(f"{dataset.name} has too few examples of some class for {clients} clients; use fewer clients")
-    quotas = quotas_of(shares, samples, test_share)
-    both = quotas.train + quotas.test
-    enough = quotas.train[shares > 0].all() and quotas.test[shares > 0].all() if partition == "classes" else both.all()
-    if not enough:
-        wanted = "training and test examples of each of its classes" if partition == "classes" else "every class"
-        raise PfedlaError(
-            f"{samples} samples per client are too few for {wanted}; {dataset.name} has {len(dataset.y)} examples of "
-            f"{num_classes} classes for {clients} clients"
-        )
-    return _federation(dataset, draw(dataset, quotas, rng))

@@ -1,17 +1,17 @@
 """Labels to clients: how many examples of each class every client gets, then which ones.
 
-A rule makes a table of quotas [clients, classes]; `draw` takes that many examples, disjoint between clients, and
-splits each client's into training and test with the same distribution (per class within one, totals exact).
+A rule (rules.py) says how many examples of each class every client gets for so many samples; `draw` takes that many,
+disjoint between clients unless asked otherwise, and splits each client's into training and test with the same
+distribution (per class within one, totals exact).
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from pfedla.data.datasets import Array, Dataset
+from pfedla.data.own import Array, Dataset
+from pfedla.data.rules import DEALT, Recipe, Rule, rule_of, shares_to_counts
 from pfedla.errors import PfedlaError
-
-Partition = Literal["classes", "dominant", "client"]
 
 
 class Split(NamedTuple):
@@ -21,47 +21,6 @@ class Split(NamedTuple):
     test: list[Array]
 
 
-def shares_to_counts(shares: Array, total: int) -> Array:
-    """Whole numbers closest to total * shares with the exact sum (largest remainders; ties to the first)."""
-    exact = total * shares / shares.sum()
-    counts: Array = np.floor(exact + 1e-9).astype(np.int64)
-    order = np.argsort(-(exact - counts), kind="stable")
-    counts[order[: total - counts.sum()]] += 1
-    return counts
-
-
-def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: np.random.Generator) -> Array:
-    """[clients, classes] booleans: distinct random classes for each client, every class held equally often (±1)."""
-    each, extra = divmod(num_clients * per_client, num_classes)
-    left = np.full(num_classes, each)
-    left[rng.permutation(num_classes)[:extra]] += 1
-    holds = np.zeros((num_clients, num_classes), bool)
-    for client in range(num_clients):
-        # A class that is still owed to as many clients as remain must be taken now; the rest is drawn by what is left.
-        must = left >= num_clients - client
-        weights = np.where(must, 0, left).astype(float)
-        free = per_client - must.sum()
-        chosen = rng.choice(num_classes, size=free, replace=False, p=weights / weights.sum()) if free else []
-        holds[client] = must
-        holds[client, chosen] = True
-        left -= holds[client]
-    return holds
-
-
-def class_shares(
-    partition: Partition, num_clients: int, num_classes: int, classes: int, share: float, rng: np.random.Generator
-) -> Array:
-    """[clients, classes] shares, each row summing to one.
-
-    classes (non-IID_1): `classes` random classes a client, the same amount of each.
-    dominant (non-IID_2): all classes, of which `classes` random ones together make up `share`.
-    """
-    holds = assign_classes(num_clients, num_classes, classes, rng)
-    if partition == "classes":
-        return holds / classes
-    return np.where(holds, share / classes, (1 - share) / (num_classes - classes))
-
-
 class Quotas(NamedTuple):
     """[clients, classes]: how many examples of each class every client gets, for training and for test."""
 
@@ -69,33 +28,84 @@ class Quotas(NamedTuple):
     test: Array
 
 
-def quotas_of(shares: Array, samples: int, test_share: float) -> Quotas:
-    both = np.stack([shares_to_counts(row, samples) for row in shares])
-    test = np.stack([_test_counts(row, test_share) for row in both])
-    return Quotas(both - test, test)
+def split_of(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Split:
+    """Cut a data set into clients, or say why that cannot be."""
+    if recipe.partition == "client":
+        return by_client(dataset, recipe.test_share, rng)
+    rule = rule_of(dataset, recipe, rng)
+    samples = recipe.samples_per_client or _largest_samples(dataset, rule, recipe)
+    if not samples:
+        raise PfedlaError(f"{dataset.name} has too few examples of some class for {recipe.clients} clients; use fewer clients")
+    examples = rule(samples)
+    quotas = quotas_of(examples, recipe.test_share)
+    _check_every_class_is_there(dataset, recipe, examples, quotas, samples)
+    return draw(dataset, quotas, rng, recipe.overlapping)
 
 
-def _test_counts(quota: Array, test_share: float) -> Array:
+def quotas_of(examples: Array, test_share: float) -> Quotas:
+    test = np.stack([_test_counts(row, test_share) for row in examples])
+    return Quotas(examples - test, test)
+
+
+def _test_counts(examples: Array, test_share: float) -> Array:
     """Test examples per class: the total exact, each class within one of its share."""
-    return shares_to_counts(quota, round(quota.sum() * test_share)) if quota.any() else quota
+    return shares_to_counts(examples, round(examples.sum() * test_share)) if examples.any() else examples
 
 
-def largest_samples(dataset: Dataset, shares: Array, test_share: float) -> int:
+def _check_every_class_is_there(dataset: Dataset, recipe: Recipe, examples: Array, quotas: Quotas, samples: int) -> None:
+    """A rule about classes must not lose one to rounding."""
+    if recipe.partition in DEALT:
+        return
+    if recipe.partition == "dominant":
+        enough, wanted = examples.all(), "every class"
+    else:
+        held = examples > 0
+        whole = (held.sum(1) == recipe.classes_per_client).all()
+        enough = whole and quotas.train[held].all() and quotas.test[held].all()
+        wanted = "training and test examples of each of its classes"
+    if not enough:
+        raise PfedlaError(
+            f"{samples} samples per client are too few for {wanted}; {dataset.name} has {len(dataset.y)} examples of "
+            f"{len(dataset.classes)} classes for {recipe.clients} clients"
+        )
+
+
+def _largest_samples(dataset: Dataset, rule: Rule, recipe: Recipe) -> int:
     """The most examples per client that the classes (and the parts of a ready test split) allow; 0 if not even one."""
     available = np.bincount(dataset.y, minlength=len(dataset.classes))
     ready = None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
-    demand = shares.sum(0)
-    most = int(np.min(available[demand > 0] / demand[demand > 0]))  # before rounding
-    for samples in range(most, 0, -1):
-        train, test = (quota.sum(0) for quota in quotas_of(shares, samples, test_share))
+    for samples in range(_bound(rule.demand(recipe.overlapping), available, ready, recipe), 0, -1):
+        quotas = quotas_of(rule(samples), recipe.test_share)
+        train, test = (quota.max(0) if recipe.overlapping else quota.sum(0) for quota in quotas)
         fits = train + test <= available if ready is None else (train <= available - ready) & (test <= ready)
         if fits.all():
             return samples
     return 0
 
 
-def draw(dataset: Dataset, quotas: Quotas, rng: np.random.Generator) -> Split:
-    """Disjoint random examples by quota. A ready test split is honoured: test quotas are taken from it alone."""
+def _bound(demand: Array, available: Array, ready: Array | None, recipe: Recipe) -> int:
+    """More samples per client than this cannot be had: where the search for the largest number begins."""
+    asked = demand > 0
+    bounds = [available[asked] / demand[asked]]
+    if ready is not None:
+        slack = 2 * recipe.clients  # rounding moves at most two examples of a class per client between the parts
+        for there, share in ((available - ready, 1 - recipe.test_share), (ready, recipe.test_share)):
+            bounds.append((there[asked] + slack) / (share * demand[asked]))
+    return int(np.min(bounds) + 1e-9)
+
+
+def draw(dataset: Dataset, quotas: Quotas, rng: np.random.Generator, overlapping: bool = False) -> Split:
+    """Random examples by quota, disjoint between clients; a ready test split is honoured: test quotas come from it alone.
+
+    `overlapping`: every client draws from the whole pool, so that a test example of one may train another.
+    """
+    if overlapping:
+        alone = [_draw_disjoint(dataset, Quotas(train[None], test[None]), rng) for train, test in zip(*quotas, strict=True)]
+        return Split([split.train[0] for split in alone], [split.test[0] for split in alone])
+    return _draw_disjoint(dataset, quotas, rng)
+
+
+def _draw_disjoint(dataset: Dataset, quotas: Quotas, rng: np.random.Generator) -> Split:
     split = Split([], [])
     pools: list[tuple[Array, Array]] = []  # per class: candidates for training, for test
     for label, name in enumerate(dataset.classes):
@@ -143,3 +153,9 @@ def by_client(dataset: Dataset, test_share: float, rng: np.random.Generator) -> 
         split.test.append(test)
         split.train.append(np.setdiff1d(rows, test))
     return split
+
+
+def leaked_share(split: Split) -> float:
+    """The share of all test examples that are in the training set of another client; 0 unless overlapping."""
+    tests = np.concatenate(split.test)
+    return float(np.isin(tests, np.concatenate(split.train)).mean()) if len(tests) else 0.0

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from pfedla.augmentation import draw_crops
 from pfedla.contracts import (
     Algorithm,
     ClientMetrics,
@@ -110,9 +111,12 @@ class SimulatedClients(ABC):
     def _local_data(self, cohort: Cohort, client: int) -> LocalData:
         examples = self.federation.train[client]
         draws = generator(cohort.seed, "batches", cohort.round, client)
-        epochs = self.algorithm.training.epochs
-        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(epochs)])
-        return LocalData(self._inputs(examples.x), examples.y.to(self.device), order.to(self.device))
+        training = self.algorithm.training
+        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(training.epochs)])
+        # A stream of its own: with and without crops, the batches are the same.
+        shaken = len(examples.y) if training.augment else 0
+        crops = draw_crops(training.epochs, shaken, generator(cohort.seed, "crops", cohort.round, client))
+        return LocalData(self._inputs(examples.x), *(part.to(self.device) for part in (examples.y, order, crops)))
 
     def _test_data(self, client: int) -> tuple[Tensor, Tensor]:
         examples = self.federation.test[client]

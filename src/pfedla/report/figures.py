@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from pfedla.report.tables import where
+
 Array = npt.NDArray[Any]
 DPI = 150
 
@@ -41,17 +43,17 @@ def draw_run(run: Path) -> list[Path]:
     return drawn
 
 
-def _subplots(*args: Any, **kwargs: Any) -> Any:
+def subplots(*args: Any, figsize: tuple[float, float], **kwargs: Any) -> Any:
     import matplotlib.figure
 
     # No pyplot: nothing global, so it works in any thread and leaves no window behind.
-    figure = matplotlib.figure.Figure(layout="constrained", **kwargs)
-    return figure, figure.subplots(*args, squeeze=False)
+    figure = matplotlib.figure.Figure(layout="constrained", figsize=figsize)
+    return figure, figure.subplots(*args, squeeze=False, **kwargs)
 
 
 def draw_learning_curve(run: Path) -> Path:
     rounds = read_rounds(run)
-    figure, axes = _subplots(figsize=(6, 3.6))
+    figure, axes = subplots(figsize=(6, 3.6))
     axis = axes[0, 0]
     x = [line["round"] for line in rounds]
     mean = 100 * np.array([line["accuracy"]["mean"] for line in rounds])
@@ -64,16 +66,12 @@ def draw_learning_curve(run: Path) -> Path:
     axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(run))
     _finish(axis)
     axis.legend(fontsize=8)
-    return _save(figure, run / "learning_curve.png")
-
-
-def _where(result: Mapping[str, Any]) -> str:
-    return f"{Path(result['dataset']).stem}, {result['partition']}, {result['clients']} clients"
+    return save(figure, run / "learning_curve.png")
 
 
 def _title(run: Path) -> str:
     result = read_result(run)
-    return f"{result['algorithm']} on {_where(result)}, seed {result['seed']}"
+    return f"{result['algorithm']} on {where(result)}, seed {result['seed']}"
 
 
 def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> Path:
@@ -83,7 +81,7 @@ def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> 
     rows = -(-len(layers) // 5)
     columns = -(-len(layers) // rows)
     scale = PowerNorm(0.5, vmin=0, vmax=1)  # small weights matter: a square-root scale lets them be seen
-    figure, axes = _subplots(rows, columns, figsize=(2.9 * columns + 0.8, 2.9 * rows + 0.5))
+    figure, axes = subplots(rows, columns, figsize=(2.9 * columns + 0.8, 2.9 * rows + 0.5))
     for axis in axes.flat[len(layers) :]:
         axis.set_axis_off()
     for layer, name in enumerate(layers):
@@ -100,12 +98,12 @@ def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> 
     neighbours = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))["algorithm"].get("neighbours", "all")
     cut = "" if neighbours == "all" else f"; the {neighbours} largest of a row are mixed"
     figure.suptitle(f"Who borrows which layer from whom, after round {after_round}{cut}\n{_title(run)}", fontsize=10)
-    return _save(figure, run / "alpha.png")
+    return save(figure, run / "alpha.png")
 
 
 def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[int]) -> Path:
     """How much of each layer the clients keep of their own, over the rounds."""
-    figure, axes = _subplots(figsize=(6, 3.6))
+    figure, axes = subplots(figsize=(6, 3.6))
     axis = axes[0, 0]
     own = np.diagonal(alpha, axis1=1, axis2=3)  # [snapshots, layers, clients]
     for layer, name in enumerate(layers):
@@ -117,12 +115,12 @@ def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[in
     axis.set_title(f"Self-weight per layer: mean and range of the clients\n{_title(run)}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8, ncols=2)
-    return _save(figure, run / "self_weight.png")
+    return save(figure, run / "self_weight.png")
 
 
 def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
     """Learning curves of several algorithms: the mean over seeds, and their standard deviation."""
-    figure, axes = _subplots(figsize=(6.5, 4))
+    figure, axes = subplots(figsize=(6.5, 4))
     axis = axes[0, 0]
     for position, (name, folders) in enumerate(runs.items()):
         lines = [read_rounds(folder) for folder in folders]
@@ -134,11 +132,10 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
             axis.fill_between(x, curves.mean(0) - spread, curves.mean(0) + spread, alpha=0.15, color=f"C{position}")
     seeds = "1 seed" if len(folders) == 1 else f"{len(folders)} seeds, band: ± standard deviation"
     axis.set(xlabel="round", ylabel="test accuracy (%)")
-    where = _where(read_result(folders[0]))
-    axis.set_title(f"Personal models, mean of all clients\n{where}, {seeds}", fontsize=10)
+    axis.set_title(f"Personal models, mean of all clients\n{where(read_result(folders[0]))}, {seeds}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _finish(axis: Any) -> None:
@@ -148,6 +145,7 @@ def _finish(axis: Any) -> None:
     axis.grid(alpha=0.3)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
     return path

@@ -1,6 +1,7 @@
 """Results as tables: for the terminal, and as Markdown."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def _spread(fractions: list[float | None]) -> str:
 def comparison_markdown(rows: list[Row]) -> str:
     lines = [["algorithm", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
     lines += [[row.algorithm, *row.cells()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    leaks = [leak_line(result) for row in rows for result in row.results]
+    return table + (f"\n{leaks[0]}\n" if any(leaks) else "")
 
 
 def comparison_table(rows: list[Row]) -> Table:
@@ -58,9 +61,23 @@ def comparison_table(rows: list[Row]) -> Table:
     return table
 
 
+def where(result: Mapping[str, Any]) -> str:
+    """The federation as every table and picture names it: a leak between clients is never left unsaid."""
+    overlapping = ", overlapping" if result["overlapping"] else ""
+    return f"{Path(result['dataset']).name}, {result['partition']}{overlapping}, {result['clients']} clients"
+
+
+def leak_line(result: Mapping[str, Any]) -> str:
+    """What a reader must know of an overlapping federation; empty for a disjoint one."""
+    if not result["overlapping"]:
+        return ""
+    leaked = f"{100 * result['leaked_test_share']:.0f} %"
+    return f"OVERLAPPING clients: {leaked} of the test examples are training examples of another client."
+
+
 def result_table(result: dict[str, Any]) -> Table:
-    where = Path(result["dataset"]).stem
-    table = Table(title=f"{result['algorithm']} on {where}, {result['clients']} clients", title_justify="left")
+    title = f"{result['algorithm']} on {where(result)}"
+    table = Table(title=title, title_justify="left")
     table.add_column("test accuracy, last round")
     for heading in ("mean", "std", "lowest tenth", "worst"):
         table.add_column(heading, justify="right")

@@ -1,0 +1,113 @@
+"""The user's own arrays, and what every data set is: plain arrays. Nothing is ever unpickled."""
+
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pfedla.errors import PfedlaError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Pooled examples. Images are uint8 [n, channels, height, width], vectors float32 [n, features]; labels 0..classes-1."""
+
+    name: str
+    x: Array
+    y: Array
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]  # per channel, in the units of x; empty: x is used as it is
+    std: tuple[float, ...]
+    client: Array | None = None  # whose example each is, if the data come partitioned: 0..clients-1
+    client_names: tuple[str, ...] = ()
+    test: Array | None = None  # True where the example belongs to a ready test split
+    coarse: Array | None = None  # the superclass of each example, if the data have them (CIFAR-100)
+    coarse_classes: tuple[str, ...] = ()
+    file: Path | None = None  # the .npz it was read from
+
+    def limited(self, num_classes: int) -> "Dataset":
+        """The examples of the first classes alone."""
+        if num_classes > len(self.classes):
+            raise PfedlaError(f"classes_limit = {num_classes}, but {self.name} has only {len(self.classes)} classes")
+        if num_classes == len(self.classes):
+            return self
+        rows = self.y < num_classes
+        client, test, coarse = (None if array is None else array[rows] for array in (self.client, self.test, self.coarse))
+        classes = self.classes[:num_classes]
+        return replace(self, x=self.x[rows], y=self.y[rows], classes=classes, client=client, test=test, coarse=coarse)
+
+
+def load_npz(path: Path) -> Dataset:
+    """A file with x, y, and optionally client (whose example) and test (a ready test split)."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = list(file.files)
+            arrays = {name: np.asarray(file[name]) for name in ("x", "y", "client", "test") if name in found}
+    except FileNotFoundError:
+        raise PfedlaError(f"{path}: no such file") from None
+    except (OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({error})") from error
+    if missing := {"x", "y"} - arrays.keys():
+        raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {', '.join(found) or 'nothing'}")
+    return replace(dataset_of(path.stem, **arrays), file=path.resolve())
+
+
+def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test: Array | None = None) -> Dataset:
+    """Check and lay out a user's arrays. Floats are used as given; uint8 images are normalised by their mean and standard
+    deviation over the training part of a ready split, else over all examples."""
+    x = np.asarray(x)
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape:
+        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give [n, features] or [n, (channels,) h, w] numbers")
+    for what, array in (("y", y), ("client", client), ("test", test)):
+        if array is not None and np.shape(array) != (len(x),):
+            raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
+        x = x.transpose(0, 3, 1, 2)  # channels last
+    ready = None if test is None else np.asarray(test)
+    if ready is not None and ready.dtype != bool:
+        raise PfedlaError(f"{name}: test must be a boolean mask, it is {ready.dtype}")
+    classes, targets = _numbered(name, "y", y)
+    client_names, owner = ((), None) if client is None else _numbered(name, "client", client)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    if x.dtype == np.uint8 and x.ndim == 4:
+        mean, std = pixel_statistics(x if ready is None or ready.all() else x[~ready])
+    else:
+        x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise PfedlaError(f"{name}: x holds numbers that are not finite")
+    return Dataset(name, np.ascontiguousarray(x), targets, classes, mean, std, owner, client_names, ready)
+
+
+def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
+    values = np.arange(256, dtype=np.float64)
+    mean, std = [], []
+    for channel in range(x.shape[1]):
+        # In pieces: counting takes eight bytes a pixel, and the largest sets have half a billion of them.
+        pieces = (x[start : start + 4096, channel] for start in range(0, len(x), 4096))
+        counts = sum(np.bincount(piece.reshape(-1), minlength=256) for piece in pieces)
+        shares = counts / np.sum(counts)
+        center = float(shares @ values)
+        mean.append(center)
+        std.append(float(np.sqrt(shares @ (values - center) ** 2)) or 1.0)  # a constant image is left alone
+    return tuple(mean), tuple(std)
+
+
+def _numbered(name: str, what: str, values: Array) -> tuple[tuple[str, ...], Array]:
+    """The distinct values as names, and for each example the number of its own."""
+    values = np.asarray(values)
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "replace")
+    if values.dtype.kind not in "iubU":
+        raise PfedlaError(f"{name}: {what} must hold whole numbers or names, it is {values.dtype}")
+    names, numbers = np.unique(values, return_inverse=True)
+    return tuple(map(str, names)), numbers.astype(np.int64)
