@@ -13,8 +13,10 @@ from pfedla.algorithms import create
 from pfedla.augmentation import PADDING, cropped, draw_crops
 from pfedla.contracts import LocalTraining
 from pfedla.data.federation import Federation, federation_of
+from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
 from pfedla.models import SmallCNN, task_of
+from pfedla.rounds import everyone
 from pfedla.seeds import generator
 
 
@@ -78,12 +80,20 @@ def test_engines_agree_and_the_seed_decides(photos: Federation) -> None:
     assert not torch.equal(first["conv1.weight"], models["threaded", 1, 1]["conv1.weight"])
 
 
-def test_it_is_off_by_default_and_changes_training_alone(photos: Federation) -> None:
-    """The same batches in the same order: the first loss differs only by what the crops change."""
-    plain, shaken = (play(algorithm(augment), photos, rounds=range(1, 2))[0][0] for augment in (False, True))
-    assert plain.training_loss[0] != shaken.training_loss[0]
+def test_it_is_off_by_default_and_leaves_the_batches_alone(photos: Federation) -> None:
     assert LocalTraining(0.1, 1, 1).augment is False
-    assert torch.equal(plain.cohort.ids, shaken.cohort.ids)
+    cohort = everyone(photos.num_examples, 1, 0)
+    plain, shaken = (
+        create_engine("threaded", algorithm(augment), photos, device="cpu", threads=1, recalibrate="unsampled")._local_data(
+            cohort, 0
+        )
+        for augment in (False, True)
+    )
+    assert torch.equal(plain.order, shaken.order)
+    assert torch.equal(plain.x, shaken.x)  # shaken when it is used, so not in the data
+    assert (plain.crops.numel(), shaken.crops.shape) == (0, (*shaken.order.shape, 3))
+    losses = [play(algorithm(augment), photos, rounds=range(1, 2))[0][0].training_loss for augment in (False, True)]
+    assert not torch.equal(*losses)
 
 
 def test_vectors_cannot_be_cropped(pfedla) -> None:

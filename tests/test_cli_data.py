@@ -41,14 +41,14 @@ def test_show(pfedla, tmp_path: Path, partition: str) -> None:
 def test_show_says_what_the_numbers_are(pfedla) -> None:
     code, out, err = pfedla("data", "show", "--partition", "chain", "--samples", 40, "--out", "pictures/chain.svg")
     assert code == 0, err
-    assert "│ 7      │    28 │   12 │       4 │ 0 10, 7 10, 8 10, 9 10" in out
+    assert "│ 7      │    28 │   12 │       4 │ 0: 10, 7: 10, 8: 10, 9: 10" in out
     assert "4.0 classes a client, label entropy 2.00 of 3.32 bits" in out
     assert Path("pictures/chain.svg").exists()
 
 
 def test_show_takes_a_run_and_many_clients(pfedla) -> None:
     pfedla("run", *FAST, "--partition", "shards", "--set", "data.shards_per_client=1", "--out", "r", "-q")
-    shown = json.loads(pfedla("data", "show", "r/experiment.toml", "--json")[1])
+    shown = json.loads(pfedla("data", "show", "r", "--json")[1])
     kept = json.loads(Path("r/federation.json").read_text())
     assert shown["train"] == kept["train"]
     assert shown["statistics"] == kept["statistics"]
@@ -57,6 +57,17 @@ def test_show_takes_a_run_and_many_clients(pfedla) -> None:
     code, out, err = pfedla("data", "show", "-d", "many.npz", "--clients", 60)  # a heat map, a table cut short
     assert code == 0, err
     assert "and 20 more clients" in out
+
+
+def test_names_are_shown_as_they_are(pfedla) -> None:
+    """Dollar signs are mathematics to matplotlib; long names are cut with a mark."""
+    y = np.array(["$\\foo$", "a very long name of a very rare thing"])[np.arange(80) % 2]
+    np.savez("$^$.npz", x=np.zeros((80, 2)), y=y, client=np.array(["$^$", "b"])[np.arange(80) // 40])
+    code, out, err = pfedla("data", "show", "-d", "$^$.npz")
+    assert code == 0, err
+    assert "a very long name of…: 20" in out
+    code, _, err = pfedla("run", "-d", "$^$.npz", "--rounds", 1, "-q")
+    assert code == 0, err
 
 
 def test_show_refuses_a_strange_picture(pfedla) -> None:
@@ -69,6 +80,8 @@ def test_show_refuses_a_strange_picture(pfedla) -> None:
     ("words", "message"),
     [
         ("--partition toy --set data.classes_limit=5", "'toy' has 9 classes"),
+        ("--set data.beta=0.1", "beta is used by partition dirichlet only"),
+        ("--partition client", "has no array 'client'"),
         ("--set data.classes_limit=11", "classes_limit = 11, but digits has only 10 classes"),
         ("--set data.classes_limit=1", "data.classes_limit = 1 is not possible"),
         ("--partition toy --clients 7", "'toy' has 6 clients"),
@@ -99,7 +112,7 @@ def test_an_overlapping_split_is_named_in_every_result(pfedla, tmp_path: Path) -
     leak = ("--samples", 150, "--set", "data.overlapping=true")
     code, out, err = pfedla("run", "-a", "fedavg", *FAST, *leak)
     assert code == 0, err
-    assert "fedavg on digits, classes, overlapping, 4 clients" in out
+    assert "fedavg on digits, classes, overlapping (" in out
     assert "% of the test examples are training examples of another client" in out
     run = tmp_path / "runs" / "fedavg-digits-classes-overlapping-s0"
     result = json.loads((run / "result.json").read_text())
@@ -110,6 +123,7 @@ def test_an_overlapping_split_is_named_in_every_result(pfedla, tmp_path: Path) -
     folder = tmp_path / "runs" / "compare-digits-classes-overlapping"
     assert "OVERLAPPING clients" in (folder / "comparison.md").read_text()
     assert json.loads((folder / "comparison.json").read_text())["local"][0]["overlapping"] is True
+    assert "OVERLAPPING" in pfedla("evaluate", run, "--client", 0)[1]
     code, out, _ = pfedla("data", "show", "--clients", 4, *leak)
     assert "OVERLAPPING" in out
     assert (tmp_path / "federation-digits-classes-overlapping-s0.png").exists()

@@ -2,10 +2,13 @@
 
 import io
 import pickle
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pfedla.data.federation import federation_of
 from pfedla.data.own import dataset_of, load_npz, pixel_statistics
@@ -71,7 +74,7 @@ def test_uint8_images_are_normalised_by_training_data_alone() -> None:
         ({"x": np.float64(3), "y": np.arange(4)}, "shape"),
         ({"x": np.zeros((4, 2), complex), "y": np.arange(4)}, "complex"),
         ({"x": np.zeros((4, 2)), "y": np.arange(4), "client": np.array([0, 1, np.nan, 1])}, "client must hold"),
-        ({"x": np.array([{"a": 1}] * 4, dtype=object), "y": np.arange(4)}, "plain arrays"),
+        ({"x": np.array([{"a": 1}] * 4, dtype=object), "y": np.arange(4)}, "never opened; save plain arrays"),
     ],
 )
 def test_bad_arrays_are_refused(tmp_path, arrays: dict, message: str) -> None:
@@ -85,10 +88,27 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path) -> None:
     path = tmp_path / "bad.npz"
     plain = io.BytesIO()
     np.save(plain, np.zeros(3))
-    for content in (b"", b"not a zip", pickle.dumps({"x": [1]}), plain.getvalue()):
+    for content, message in (
+        (b"", "cannot be read"), (b"not a zip", "never opened"), (pickle.dumps({"x": [1]}), "a pickle, which is never opened"),
+        (plain.getvalue(), "cannot be read"),
+    ):  # fmt: skip
         path.write_bytes(content)
-        with pytest.raises(PfedlaError, match="cannot be read"):
+        with pytest.raises(PfedlaError, match=message):
             load_npz(path)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_damaged_bytes_never_end_in_anything_but_a_sentence(tmp_path_factory, data: st.DataObject) -> None:
+    good = io.BytesIO()
+    np.savez_compressed(good, x=np.arange(40.0).reshape(20, 2), y=np.arange(20) % 2)
+    content = bytearray(good.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged.npz"
+    path.write_bytes(content)
+    with suppress(PfedlaError):
+        load_npz(path)
 
 
 def test_bytes_are_names_too() -> None:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from pfedla.data.datasets import load
 from pfedla.data.federation import Federation, federation_of, partitioned
 from pfedla.data.own import Dataset, dataset_of
-from pfedla.data.partition import split_of
-from pfedla.data.rules import DEALT, Partition, Recipe, assign_classes, shares_to_counts
+from pfedla.data.partition import leaked_share, quotas_of, split_of
+from pfedla.data.recipe import Partition, Recipe, recipe_of
+from pfedla.data.rounding import balanced_counts, shares_to_counts
+from pfedla.data.rules import DEALT, assign_classes, rule_of
 from pfedla.data.statistics import label_entropy, label_shares, mean_pairwise_distance, split_statistics
 from pfedla.errors import PfedlaError
 
@@ -166,9 +168,8 @@ def test_overlapping_clients_leak_and_it_is_measured() -> None:
         for client, test in enumerate(split.test)
         for row in test
     ]
-    federation = partitioned(dataset, how, 0)
-    assert federation.leaked_share > 0.5
-    assert np.mean(leaked) == pytest.approx(federation.leaked_share, abs=0.1)
+    assert leaked_share(split) == np.mean(leaked)
+    assert partitioned(dataset, how, 0).leaked_share > 0.5
     with pytest.raises(PfedlaError, match="lacking"):  # disjoint, there are not so many
         partitioned(dataset, replace(how, overlapping=False), 0)
     with pytest.raises(PfedlaError, match="lacking"):  # nor so many in one class, for one client
@@ -231,6 +232,14 @@ def test_a_given_client_column(seed: int, clients: int, test_share: float) -> No
 # Refusals
 
 
+def test_the_scarce_class_is_named_when_no_number_is_given() -> None:
+    with pytest.raises(PfedlaError, match=r"class '4' of numbers has 3 examples for 8 clients"):
+        partitioned(numbered(5, [100, 100, 100, 100, 3]), recipe("classes"), 0)
+    ready = dataset_of("ready", np.zeros((60, 1)), np.arange(60) % 3, test=(np.arange(60) % 2 == 0) & (np.arange(60) % 3 > 0))
+    with pytest.raises(PfedlaError, match="class '0' has no test example in the ready split"):
+        partitioned(ready, recipe("iid", clients=2), 0)
+
+
 def test_a_class_that_lacks_examples_is_named_with_how_many() -> None:
     dataset = numbered(5, [100, 100, 100, 100, 20])
     with pytest.raises(PfedlaError, match=r"class '4' has 20 examples, the partition asks for 100: 80 are lacking"):
@@ -258,9 +267,8 @@ def test_a_class_that_lacks_examples_is_named_with_how_many() -> None:
         ("dirichlet", 30, {"beta": 1e308}, "at most 1e\\+06"),
         ("iid", 0, {}, "samples_per_client = 0"),
         ("iid", 30, {"test_share": 1.0}, "test_share = 1.0"),
-        ("client", 30, {}, "has no array 'client'"),
-        ("stripes", 30, {}, "unknown partition 'stripes'"),
         ("iid", 1, {}, "it needs both"),
+        ("iid", 10**9, {"overlapping": True}, "are lacking"),
     ],
 )
 def test_partitions_that_would_break_their_rule_are_refused(partition: str, samples: int, how: dict, message: str) -> None:
@@ -283,8 +291,28 @@ def test_own_arrays_can_be_cut_by_any_rule() -> None:
     assert len(federation) == 4
     assert federation.num_examples.sum() == pytest.approx(280, abs=3)
     assert len(federation_of(x, y, clients=5, samples_per_client=40)) == 5  # classes, unless told otherwise
-    with pytest.raises(PfedlaError, match="did you mean 'overlapping'"):
-        federation_of(x, y, overlaping=True)
+    assert len(federation_of(np.zeros((900, 4)), np.arange(900) % 9, partition="toy")) == 6  # the same defaults as elsewhere
+    assert len(federation_of(np.zeros((900, 4)), np.arange(900) % 9, partition="chain")) == 8
+    assert len(federation_of(x, np.arange(400) % 2)) == 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"overlaping": True}, "did you mean 'overlapping'"),
+        ({"partition": "stripes"}, "unknown partition 'stripes'"),
+        ({"partition": "client"}, "has no array 'client'"),
+        ({"beta": 0.1}, "beta is used by partition dirichlet only, not by classes"),
+        ({"partition": "iid", "classes_per_client": 2}, "used by partition classes, twins, chain, toy only"),
+        ({"clients": 500}, "has only 400 examples"),
+        ({"client": np.arange(400) % 4, "samples_per_client": 7}, "all are used"),
+        ({"client": np.arange(400) % 4, "overlapping": True}, "all are used"),
+        ({"client": np.arange(400) % 4, "clients": 7}, "names 4 clients"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(asked: dict, message: str) -> None:
+    with pytest.raises(PfedlaError, match=message):
+        federation_of(np.zeros((400, 4)), np.arange(400) % 5, **asked)
 
 
 # Numbers
@@ -295,6 +323,39 @@ def test_shares_become_counts_with_the_exact_sum(shares: list[float], total: int
     counts = shares_to_counts(np.array(shares), total)
     assert counts.sum() == total
     assert (np.abs(counts - total * np.array(shares) / sum(shares)) <= 1 + 1e-6).all()
+
+
+@settings(deadline=None)
+@given(
+    clients=st.integers(1, 15),
+    classes=st.integers(1, 15),
+    seed=st.integers(0, 10**6),
+    held=st.floats(0.1, 1),
+    even=st.booleans(),
+)
+def test_tables_are_rounded_both_ways(clients: int, classes: int, seed: int, held: float, even: bool) -> None:
+    rng = np.random.default_rng(seed)
+    shares = rng.random((clients, classes)) * (rng.random((clients, classes)) < held)
+    shares[:, 0] += shares.sum(1) == 0
+    shares = (shares > 0) * 1.0 if even else shares
+    exact = rng.integers(1, 60, (clients, 1)) * shares / shares.sum(1, keepdims=True)
+    counts = balanced_counts(exact)
+    assert (np.abs(counts - exact) < 1).all()
+    assert (counts.sum(1) == np.round(exact.sum(1))).all()
+    assert (np.abs(counts.sum(0) - exact.sum(0)) < 1).all()
+    assert (counts[shares == 0] == 0).all()
+
+
+def test_a_hundred_classes_are_all_asked_for_and_tested_alike() -> None:
+    """CIFAR-100's non-IID_2 for a hundred clients takes all its 600 images of every class, no more."""
+    dataset = numbered(100, 600)
+    how = recipe_of(dataset, partition="dominant", clients=100, samples_per_client=600)
+    assert (how.dominant_classes, how.classes_per_client) == (6, 4)
+    quotas = quotas_of(rule_of(dataset, how, np.random.default_rng(0))(600), 0.3)
+    assert ((quotas.train + quotas.test).sum(0) == 600).all()
+    assert (quotas.test.sum(0) == 180).all()
+    few = partitioned(dataset, replace(how, clients=10), 0).class_counts()
+    assert (np.abs(few[:, 1].sum(0) - 0.3 * few.sum((0, 1))) < 1).all()
 
 
 @given(clients=st.integers(1, 40), classes=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())

@@ -78,7 +78,7 @@ def run(
         from pfedla.report.tables import leak_line, result_table, traffic_line
 
         out_console.print(result_table(result))
-        _print_leak(leak_line(result))
+        _print_leak(leak_line([result]))
         seconds = f"{result['seconds']['total']:.1f} s"
         where = f"results and pictures in {folder.path}"
         out_console.print(f"{traffic_line(result['traffic'])}; {seconds}; {where}", soft_wrap=True)
@@ -127,7 +127,7 @@ def compare(
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:
         out_console.print(comparison_table(rows))
-        _print_leak(next(leak_line(row.results[0]) for row in rows if row.results))
+        _print_leak(leak_line([result for row in rows for result in row.results]))
         out_console.print("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
         first = [planned.folder / name for name in ("comparison.md", "learning_curves.png")]
         for path in [*first, *sorted(planned.folder.glob("*/*.png"))]:
@@ -218,7 +218,8 @@ def evaluate(
     """Test a client's personal model on a file, or on the client's own test split."""
     from pfedla.personal import evaluate_personal, load_personal
 
-    result = evaluate_personal(load_personal(run, client), data)
+    personal = load_personal(run, client)
+    result = evaluate_personal(personal, data)
     if as_json:
         print(json.dumps(result))
     else:
@@ -228,6 +229,8 @@ def evaluate(
             f"({result['examples']} examples)",
             soft_wrap=True,
         )
+        if personal.experiment.data.overlapping:
+            out_console.print("OVERLAPPING clients: test examples may have trained other clients.")
 
 
 @app.command()

@@ -31,7 +31,7 @@ def list_(as_json: Json = False) -> None:
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
     table.columns[0].no_wrap = True
     out_console.print(table)
-    out_console.print("`pfedla data fetch NAME` gets what is not here.")
+    out_console.print("`pfedla data fetch NAME` gets what is not here, and checks what is.")
     out_console.print(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)", soft_wrap=True)
 
 
@@ -49,7 +49,7 @@ def fetch(
     for name in names:
         known(name)  # a misspelt second name is refused before the first is downloaded
     for name in names:
-        dataset, place, downloaded = fetch_one(name)
+        dataset, place, downloaded = fetch_one(name, lambda damage: out_console.print(damage, soft_wrap=True))
         what = f"{len(dataset.y):,} examples of {len(dataset.classes)} classes"
         where = "embedded in the package" if place is None else f"{'downloaded to' if downloaded else 'already in'} {place}"
         out_console.print(f"{name}: {what}, checked; {where}", soft_wrap=True)
@@ -73,15 +73,16 @@ def show(
     from pfedla.experiment import Experiment, build_federation
     from pfedla.options import gather
     from pfedla.report.federation import PICTURES, draw_federation, federation_table, statistics_line
+    from pfedla.report.tables import where as federation_name
     from pfedla.results import describe
 
-    if out is not None and out.suffix not in PICTURES:
+    if out is not None and out.suffix.lower() not in PICTURES:
         raise PfedlaError(f"--out {out}: the picture must end in {', '.join(PICTURES)}")
     experiment = Experiment.parse(gather(given))
     data, federation = build_federation(experiment.data, experiment.seed)
     described = describe(federation)
     stem = Path(data.dataset).stem
-    name = f"{Path(data.dataset).name}, {data.split_name}, seed {experiment.seed}"
+    name = f"{federation_name(data.model_dump() | described)}, seed {experiment.seed}"
     path = draw_federation(described, name, out or Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png"))
     if as_json:
         print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))

@@ -9,7 +9,10 @@ from rich.console import Console
 out_console = Console(highlight=False, markup=False)
 
 File = Annotated[
-    Path | None, typer.Argument(help="Experiment file; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False)
+    Path | None,
+    typer.Argument(
+        help="Experiment file or run folder; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False
+    ),
 ]
 Dataset = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -13,7 +14,7 @@ from pfedla.contracts import Algorithm, LocalTraining, Recalibrate
 from pfedla.data import datasets
 from pfedla.data.federation import Federation, partitioned
 from pfedla.data.own import Dataset
-from pfedla.data.rules import LARGEST_BETA, TEST_SHARE, TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Partition, Recipe
+from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Recipe, recipe_of
 from pfedla.engines import ENGINES
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, unknown
@@ -23,6 +24,7 @@ from pfedla.seeds import generator
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
+DATASET_KEYS = {"dataset", "classes_limit"}  # of [data]; the other keys say how the data are cut
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -40,11 +42,9 @@ class DataSection(_Section):
     samples_per_client: Positive | Auto = AUTO  # auto: 600 as in the paper; for digits and own data all there is
     classes_per_client: Positive | Auto = AUTO  # auto: 4; 12 with a hundred classes (classes); toy 3
     dominant_classes: Positive | Auto = AUTO  # auto: 2; 6 with a hundred classes
-    dominant_share: Share = 0.6
-    beta: Annotated[float, Field(gt=0, le=LARGEST_BETA, allow_inf_nan=False)] = (
-        0.5  # dirichlet: the smaller, the more unlike the clients
-    )
-    shards_per_client: Positive = 2
+    dominant_share: Share | Auto = AUTO  # auto: 0.6
+    beta: Annotated[float, Field(gt=0, le=LARGEST_BETA, allow_inf_nan=False)] | Auto = AUTO  # auto: 0.5 (dirichlet)
+    shards_per_client: Positive | Auto = AUTO  # auto: 2
     overlapping: bool = False  # clients draw from one pool: test images of one may train another (the paper-like leak)
     test_share: Share | Auto = AUTO  # auto: 0.3, unless the data name both clients and a ready test split
 
@@ -124,6 +124,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    path = path / "experiment.toml" if path.is_dir() else path  # a run folder
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -195,19 +196,30 @@ def build_federation(data: DataSection, seed: int, dataset: Dataset | None = Non
     """The federation, and its section with every "auto" resolved."""
     dataset = dataset or datasets.load(data.dataset)
     dataset = dataset.limited(_classes_limit(data, dataset))
-    data = _resolve_data(data, dataset)
-    recipe = Recipe(
-        partition=_chosen(data.partition), clients=_chosen(data.clients),
-        samples_per_client=None if data.samples_per_client == AUTO else data.samples_per_client,
-        classes_per_client=_chosen(data.classes_per_client), dominant_classes=_chosen(data.dominant_classes),
-        dominant_share=data.dominant_share, beta=data.beta, shards_per_client=data.shards_per_client,
-        overlapping=data.overlapping, test_share=TEST_SHARE if data.test_share == AUTO else data.test_share,
-    )  # fmt: skip
+    asked = {key: None if value == AUTO else value for key, value in data.model_dump(exclude=DATASET_KEYS).items()}
+    recipe = recipe_of(dataset, **asked)
+    entry = datasets.KNOWN.get(data.dataset)
+    if recipe.samples_per_client is None and recipe.partition != "client" and entry:
+        recipe = replace(recipe, samples_per_client=entry.samples_per_client)
     federation = partitioned(dataset, recipe, seed)
-    if data.partition != "client":
-        total = int(federation.class_counts().sum())
-        data = data.model_copy(update={"samples_per_client": total // len(federation)})
-    return data, federation
+    return _resolved(data, dataset, recipe, federation), federation
+
+
+def _resolved(data: DataSection, dataset: Dataset, recipe: Recipe, federation: Federation) -> DataSection:
+    """The section with what was decided; what its partition does not use stays "auto"."""
+    decided: dict[str, Any] = {"classes_limit": len(dataset.classes)}
+    if data.dataset.endswith(".npz"):
+        decided["dataset"] = str(Path(data.dataset).resolve())  # the run folder may be used from elsewhere
+    for key, value in vars(recipe).items():
+        if recipe.partition in USED_BY.get(key, (recipe.partition,)):
+            decided[key] = value
+    if recipe.partition == "client":
+        del decided["samples_per_client"]
+        if dataset.test is not None:
+            del decided["test_share"]
+    else:
+        decided["samples_per_client"] = int(federation.class_counts().sum()) // len(federation)
+    return data.model_copy(update=decided)
 
 
 def _chosen(value: Any) -> Any:
@@ -217,45 +229,13 @@ def _chosen(value: Any) -> Any:
 
 
 def _classes_limit(data: DataSection, dataset: Dataset) -> int:
-    entry = datasets.KNOWN.get(data.dataset)
+    entry, there = datasets.KNOWN.get(data.dataset), len(dataset.classes)
     if data.partition == "toy":
-        if data.classes_limit not in (AUTO, TOY_CLASSES):
-            raise PfedlaError(f"partition 'toy' has {TOY_CLASSES} classes; leave classes_limit out")
+        if data.classes_limit not in (AUTO, TOY_CLASSES) or there < TOY_CLASSES:
+            raise PfedlaError(
+                f"partition 'toy' has {TOY_CLASSES} classes; {dataset.name} has {there}, classes_limit must be left out"
+            )
         return TOY_CLASSES
     if data.classes_limit != AUTO:
         return data.classes_limit
-    return (entry.classes_limit if entry else None) or len(dataset.classes)
-
-
-def _resolve_data(data: DataSection, dataset: Dataset) -> DataSection:
-    num_classes, found = len(dataset.classes), len(dataset.client_names)
-    chosen: dict[str, Any] = {"partition": data.partition, "classes_limit": num_classes}
-    if data.partition == AUTO:
-        chosen["partition"] = "client" if found else "classes"
-    partition = chosen["partition"]
-    if dataset.file is not None:
-        chosen["dataset"] = str(dataset.file)  # the run folder may be used from elsewhere
-    entry = datasets.KNOWN.get(data.dataset)
-    if partition == "client":
-        if found and data.clients not in (AUTO, found):
-            raise PfedlaError(f"clients = {data.clients}, but {dataset.name} names {found} clients; leave it out")
-        if data.samples_per_client != AUTO or data.overlapping:
-            key = "overlapping" if data.overlapping else "samples_per_client"
-            raise PfedlaError(f"{key}: {dataset.name} says whose each example is, all are used; leave it out")
-        if dataset.test is not None and data.test_share != AUTO:
-            raise PfedlaError(f"test_share: {dataset.name} has a ready test split; leave it out")
-        chosen["clients"] = found
-    elif data.clients == AUTO:
-        chosen["clients"] = {"twins": 8, "chain": 8, "toy": TOY_CLIENTS}.get(partition, 10)
-    elif data.clients > len(dataset.y):
-        raise PfedlaError(f"{data.clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
-    if data.samples_per_client == AUTO and partition != "client" and entry and entry.samples_per_client:
-        chosen["samples_per_client"] = entry.samples_per_client
-    if data.test_share == AUTO and not (partition == "client" and dataset.test is not None):
-        chosen["test_share"] = TEST_SHARE
-    if data.classes_per_client == AUTO:
-        usual = 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes)
-        chosen["classes_per_client"] = TOY_CLASSES_PER_CLIENT if partition == "toy" else usual
-    if data.dominant_classes == AUTO:
-        chosen["dominant_classes"] = 6 if num_classes >= 100 else min(2, max(1, num_classes // 2))
-    return data.model_copy(update=chosen)
+    return min(there, (entry.classes_limit if entry else None) or there)

@@ -30,6 +30,7 @@ class FederationFile(BaseModel):
     clients: tuple[str, ...]
     train: list[list[int]]
     test: list[list[int]]
+    subset: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def load_personal(run: Path, client: str) -> PersonalModel:
     """The personal model of one client; names, shapes and finiteness are checked against the run's model."""
     for name in ("experiment.toml", "federation.json", "result.json"):
         if not (run / name).exists():
-            raise PfedlaError(f"{run} is not a finished run: it has no {name}")
+            inside = sorted(path.parent.name for path in run.glob("*/result.json"))
+            hint = f"; it holds runs: {', '.join(inside)}" if inside else ""
+            raise PfedlaError(f"{run} is not a finished run: it has no {name}{hint}")
     try:
         federation = FederationFile.model_validate_json((run / "federation.json").read_bytes())
     except (OSError, ValidationError) as error:
@@ -118,6 +121,8 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
     dataset = load_npz(path)
     known = personal.federation
+    if dataset.test is None and str(path.resolve()) in (personal.experiment.data.dataset, known.subset):
+        raise PfedlaError(f"{path}: the run trained on these examples; leave --data out to test on the client's own split")
     if dataset.x.shape[1:] != known.shape:
         raise PfedlaError(f"{path}: examples of shape {dataset.x.shape[1:]}, the model takes {known.shape}")
     if (dataset.x.dtype == np.uint8) != bool(known.mean):
@@ -126,8 +131,6 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     for name in dataset.classes:
         if name not in known.classes:
             raise unknown("class", name, known.classes)
-    if dataset.test is None and str(path.resolve()) == personal.experiment.data.dataset:
-        raise PfedlaError(f"{path}: the run trained on these examples; leave --data out to test on the client's own split")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
     if dataset.client is not None and personal.experiment.data.partition == "client":
         who = known.clients[personal.client]

@@ -91,6 +91,7 @@ class RunFolder:
             "algorithm": experiment.algorithm.name,
             "dataset": experiment.data.dataset,
             "partition": experiment.data.partition,
+            "subset": built.federation.subset,
             "overlapping": experiment.data.overlapping,
             "leaked_test_share": built.federation.leaked_share,
             "clients": len(built.federation),
@@ -153,6 +154,7 @@ def describe(federation: Federation) -> dict[str, Any]:
         "clients": federation.names,
         "train": counts[:, 0].tolist(),
         "test": counts[:, 1].tolist(),
+        "subset": federation.subset,
         "leaked_test_share": federation.leaked_share,
         "statistics": split_statistics(counts),
     }

@@ -1,7 +1,7 @@
 """The data sets by name: their files, their loaders, the paper's settings. As there, training and test images are pooled."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -124,7 +124,12 @@ def _load_emnist(name: str, split: str) -> Dataset:
     """EMNIST's images are transposed in its files; letters are counted from 1."""
     source, classes = emnist_source(split), names.EMNIST[split]
     if (subset := _emnist_subset(source)) is not None:
-        return load_npz(subset)
+        dataset = load_npz(subset)
+        numbers = [int(label) for label in dataset.classes if label.isdecimal() and int(label) < len(classes)]
+        named = tuple(classes[number] for number in numbers)
+        return replace(
+            dataset, name=name, classes=named if len(named) == len(dataset.classes) else dataset.classes, subset=str(subset)
+        )
     folder = _place(name, source)
     first = 1 if split == "letters" else 0
     train_images, train_labels, test_images, test_labels = (_file(folder, file) for file in source.files)
@@ -246,7 +251,7 @@ def load(name: str) -> Dataset:
     return KNOWN[name].load()
 
 
-def fetch(name: str) -> tuple[Dataset, Path | None, bool]:
+def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, Path | None, bool]:
     """Download a data set unless it is here and whole; returns it, its folder, and whether anything was downloaded."""
     source = known(name).source
     if source is None:
@@ -254,9 +259,8 @@ def fetch(name: str) -> tuple[Dataset, Path | None, bool]:
     if place := source.place():
         try:
             return load(name), place, False
-        except PfedlaError:
-            if place != source.home:
-                raise
+        except PfedlaError as damage:
+            on_damage(str(damage))
     download(name, source)
     return load(name), source.place(), True
 

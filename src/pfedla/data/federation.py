@@ -1,7 +1,6 @@
 """Arrays to clients: the partitioned data, kept in their compact form and normalised when a client uses them."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from pfedla.data.own import Array, Dataset, dataset_of
 from pfedla.data.partition import leaked_share, split_of
-from pfedla.data.rules import TEST_SHARE, Partition, Recipe
-from pfedla.errors import PfedlaError, unknown
+from pfedla.data.recipe import Recipe, recipe_of
+from pfedla.errors import PfedlaError
 from pfedla.seeds import numpy_generator
 
 
@@ -28,10 +27,12 @@ class Federation:
     def __init__(
         self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
         mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0,
+        subset: str = "",
     ) -> None:  # fmt: skip
         self.train, self.test = tuple(train), tuple(test)
         self.classes, self.mean, self.std = classes, mean, std
         self.leaked_share = leaked_share  # of the test examples: those that train another client
+        self.subset = subset  # the file that stood in for the official ones, if one did
         self.names = names or tuple(map(str, range(len(self.train))))
         for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
             if not len(examples.y) or not len(tests.y):
@@ -73,20 +74,15 @@ class Federation:
 
 
 def federation_of(
-    x: Array, y: Array, client: Array | None = None, test: Array | None = None, *, partition: Partition | None = None,
-    clients: int = 10, test_share: float = TEST_SHARE, seed: int = 0, **recipe: Any,
-) -> Federation:  # fmt: skip
+    x: Array, y: Array, client: Array | None = None, test: Array | None = None, *, seed: int = 0, **recipe: Any
+) -> Federation:
     """A federation from your own arrays: examples, labels, and whose each example is or how to cut them into clients.
 
-    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class. `partition`
-    (classes, dominant, dirichlet, …) takes the options of docs/data.md as further arguments.
+    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class. Further
+    arguments say how to cut: `partition="dirichlet", clients=20, beta=0.3`, all as in docs/data.md, with the same defaults.
     """
     dataset = dataset_of("arrays", x, y, client, test)
-    choices = [field.name for field in fields(Recipe)]
-    if strange := [key for key in recipe if key not in choices]:
-        raise unknown("option", strange[0], choices)
-    how = partition or ("client" if client is not None else "classes")
-    return partitioned(dataset, Recipe(partition=how, clients=clients, test_share=test_share, **recipe), seed)
+    return partitioned(dataset, recipe_of(dataset, **recipe), seed)
 
 
 def partitioned(dataset: Dataset, recipe: Recipe, seed: int) -> Federation:
@@ -101,4 +97,5 @@ def partitioned(dataset: Dataset, recipe: Recipe, seed: int) -> Federation:
     return Federation(
         [examples(rows) for rows in split.train], [examples(rows) for rows in split.test], dataset.classes,
         dataset.mean, dataset.std, dataset.client_names if recipe.partition == "client" else (), leaked_share(split),
+        dataset.subset,
     )  # fmt: skip

@@ -12,6 +12,11 @@ import numpy.typing as npt
 from pfedla.errors import PfedlaError
 
 Array = npt.NDArray[Any]
+PLAIN = "save plain arrays with numpy.savez (names as y.astype(str))"
+UNREADABLE = (  # what numpy and zipfile raise on damaged files
+    OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, NotImplementedError, RuntimeError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Dataset:
     test: Array | None = None  # True where the example belongs to a ready test split
     coarse: Array | None = None  # the superclass of each example, if the data have them (CIFAR-100)
     coarse_classes: tuple[str, ...] = ()
-    file: Path | None = None  # the .npz it was read from
+    subset: str = ""  # the user's .npz that stands in for the official files of this name, if one does
 
     def limited(self, num_classes: int) -> "Dataset":
         """The examples of the first classes alone."""
@@ -51,11 +56,13 @@ def load_npz(path: Path) -> Dataset:
             arrays = {name: np.asarray(file[name]) for name in ("x", "y", "client", "test") if name in found}
     except FileNotFoundError:
         raise PfedlaError(f"{path}: no such file") from None
-    except (OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
+        if "pickle" in str(error):  # numpy would advise to allow it
+            raise PfedlaError(f"{path}: holds Python objects or is a pickle, which is never opened; {PLAIN}") from None
         raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({error})") from error
     if missing := {"x", "y"} - arrays.keys():
         raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {', '.join(found) or 'nothing'}")
-    return replace(dataset_of(path.stem, **arrays), file=path.resolve())
+    return dataset_of(path.stem, **arrays)
 
 
 def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test: Array | None = None) -> Dataset:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pfedla.data.own import Array, Dataset
-from pfedla.data.rules import DEALT, Recipe, Rule, rule_of, shares_to_counts
+from pfedla.data.recipe import Recipe
+from pfedla.data.rounding import balanced_counts
+from pfedla.data.rules import DEALT, Rule, rule_of
 from pfedla.errors import PfedlaError
 
 
@@ -34,53 +36,67 @@ def split_of(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Spli
         return by_client(dataset, recipe.test_share, rng)
     rule = rule_of(dataset, recipe, rng)
     samples = recipe.samples_per_client or _largest_samples(dataset, rule, recipe)
-    if not samples:
-        raise PfedlaError(f"{dataset.name} has too few examples of some class for {recipe.clients} clients; use fewer clients")
     examples = rule(samples)
     quotas = quotas_of(examples, recipe.test_share)
-    _check_every_class_is_there(dataset, recipe, examples, quotas, samples)
+    if not _every_class_is_there(recipe, examples, quotas):
+        wanted = "every class" if recipe.partition == "dominant" else "training and test examples of each of its classes"
+        why = "" if recipe.samples_per_client else f"; {_scarcest(dataset, rule, recipe)}"
+        raise PfedlaError(f"{samples} samples per client are too few for {wanted}{why}")
     return draw(dataset, quotas, rng, recipe.overlapping)
 
 
 def quotas_of(examples: Array, test_share: float) -> Quotas:
-    test = np.stack([_test_counts(row, test_share) for row in examples])
+    """Test examples: every client's total exact, each of its classes within one of its share, and so each class over all."""
+    totals = np.round(examples.sum(1) * test_share).astype(np.int64)
+    test = balanced_counts(examples * test_share, totals)
     return Quotas(examples - test, test)
 
 
-def _test_counts(examples: Array, test_share: float) -> Array:
-    """Test examples per class: the total exact, each class within one of its share."""
-    return shares_to_counts(examples, round(examples.sum() * test_share)) if examples.any() else examples
-
-
-def _check_every_class_is_there(dataset: Dataset, recipe: Recipe, examples: Array, quotas: Quotas, samples: int) -> None:
+def _every_class_is_there(recipe: Recipe, examples: Array, quotas: Quotas) -> bool:
     """A rule about classes must not lose one to rounding."""
     if recipe.partition in DEALT:
-        return
+        return True
     if recipe.partition == "dominant":
-        enough, wanted = examples.all(), "every class"
-    else:
-        held = examples > 0
-        whole = (held.sum(1) == recipe.classes_per_client).all()
-        enough = whole and quotas.train[held].all() and quotas.test[held].all()
-        wanted = "training and test examples of each of its classes"
-    if not enough:
-        raise PfedlaError(
-            f"{samples} samples per client are too few for {wanted}; {dataset.name} has {len(dataset.y)} examples of "
-            f"{len(dataset.classes)} classes for {recipe.clients} clients"
-        )
+        return bool(examples.all())
+    held = examples > 0
+    whole = (held.sum(1) == recipe.classes_per_client).all()
+    return bool(whole and quotas.train[held].all() and quotas.test[held].all())
+
+
+def _available(dataset: Dataset) -> tuple[Array, Array | None]:
+    """Examples of each class, and of these in the ready test split if there is one."""
+    available = np.bincount(dataset.y, minlength=len(dataset.classes))
+    return available, None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
 
 
 def _largest_samples(dataset: Dataset, rule: Rule, recipe: Recipe) -> int:
-    """The most examples per client that the classes (and the parts of a ready test split) allow; 0 if not even one."""
-    available = np.bincount(dataset.y, minlength=len(dataset.classes))
-    ready = None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
+    """The most examples per client that the classes (and the parts of a ready test split) allow."""
+    available, ready = _available(dataset)
+    if ready is not None:
+        for part, counts in (("training", available - ready), ("test", ready)):
+            if not counts.all():
+                name = dataset.classes[int(counts.argmin())]
+                raise PfedlaError(
+                    f"class {name!r} has no {part} example in the ready split of {dataset.name}; give some, or no split"
+                )
     for samples in range(_bound(rule.demand(recipe.overlapping), available, ready, recipe), 0, -1):
         quotas = quotas_of(rule(samples), recipe.test_share)
         train, test = (quota.max(0) if recipe.overlapping else quota.sum(0) for quota in quotas)
         fits = train + test <= available if ready is None else (train <= available - ready) & (test <= ready)
         if fits.all():
             return samples
-    return 0
+    raise PfedlaError(f"not even one sample per client can be had: {_scarcest(dataset, rule, recipe)}")
+
+
+def _scarcest(dataset: Dataset, rule: Rule, recipe: Recipe) -> str:
+    """The class that decides how many samples there can be, in words."""
+    available, _ = _available(dataset)
+    demand = rule.demand(recipe.overlapping)
+    label = int(np.argmin(np.where(demand > 0, available / np.maximum(demand, 1e-9), np.inf)))
+    return (
+        f"class {dataset.classes[label]!r} of {dataset.name} has {available[label]} examples for {recipe.clients} clients; "
+        "use fewer clients or give more examples"
+    )
 
 
 def _bound(demand: Array, available: Array, ready: Array | None, recipe: Recipe) -> int:
@@ -138,15 +154,16 @@ def _enough(name: str, rows: Array, need: int, purpose: str) -> None:
 
 def by_client(dataset: Dataset, test_share: float, rng: np.random.Generator) -> Split:
     """The data's own partition; its ready test split, or one drawn per class."""
-    if dataset.client is None:
-        raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client'; use classes or dominant")
+    assert dataset.client is not None  # the recipe has seen it
     split = Split([], [])
+    examples = np.zeros((len(dataset.client_names), len(dataset.classes)), np.int64)
+    np.add.at(examples, (dataset.client, dataset.y), 1)
+    quotas = quotas_of(examples, test_share)
     for client in range(len(dataset.client_names)):
         rows = np.flatnonzero(dataset.client == client)
         if dataset.test is None:
             labels = dataset.y[rows]
-            counts = _test_counts(np.bincount(labels, minlength=len(dataset.classes)), test_share)
-            held_out = [rng.permutation(rows[labels == label])[:count] for label, count in enumerate(counts)]
+            held_out = [rng.permutation(rows[labels == label])[:count] for label, count in enumerate(quotas.test[client])]
             test = np.sort(np.concatenate(held_out))
         else:
             test = rows[dataset.test[rows]]

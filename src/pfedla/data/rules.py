@@ -2,48 +2,17 @@
 the splits of the literature."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 
 from pfedla.data.own import Array, Dataset
-from pfedla.errors import PfedlaError, unknown
+from pfedla.data.recipe import TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Recipe
+from pfedla.data.rounding import balanced_counts, shares_to_counts
+from pfedla.errors import PfedlaError
 
-Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
-TEST_SHARE = 0.3  # the paper's
-FEWEST = 10  # a dirichlet draw that leaves a client fewer examples is drawn anew
+FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is drawn anew
 DRAWS = 1000
-LARGEST_BETA = 1e6  # beyond, all clients are alike to the last example
-TOY_CLIENTS, TOY_CLASSES, TOY_CLASSES_PER_CLIENT = 6, 9, 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a data set is cut into clients; docs/data.md explains each."""
-
-    partition: Partition
-    clients: int
-    samples_per_client: int | None = None  # training and test; None: as many as the classes allow
-    classes_per_client: int = 4
-    dominant_classes: int = 2
-    dominant_share: float = 0.6
-    beta: float = 0.5
-    shards_per_client: int = 2
-    overlapping: bool = False
-    test_share: float = TEST_SHARE
-
-    def __post_init__(self) -> None:
-        samples = 1 if self.samples_per_client is None else self.samples_per_client
-        whole = {"clients": self.clients, "samples_per_client": samples, "classes_per_client": self.classes_per_client}
-        whole |= {"dominant_classes": self.dominant_classes, "shards_per_client": self.shards_per_client}
-        for key, value in whole.items():
-            if value < 1:
-                raise PfedlaError(f"{key} = {value} is not possible: it should be at least 1")
-        for key, share in (("dominant_share", self.dominant_share), ("test_share", self.test_share)):
-            if not 0 < share < 1:
-                raise PfedlaError(f"{key} = {share} is not possible: it should be between 0 and 1")
-        if not 0 < self.beta <= LARGEST_BETA:
-            raise PfedlaError(f"beta = {self.beta} is not possible: it should be above 0 and at most {LARGEST_BETA:g}")
 
 
 class Rule(Protocol):
@@ -73,7 +42,7 @@ class ByShares:
     shares: Array  # [clients, classes], each row sums to one
 
     def __call__(self, samples: int) -> Array:
-        return np.stack([shares_to_counts(row, samples) for row in self.shares])
+        return balanced_counts(samples * self.shares)
 
     def demand(self, overlapping: bool) -> Array:
         asked: Array = self.shares.max(0) if overlapping else self.shares.sum(0)
@@ -87,8 +56,6 @@ def _holders(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Arra
     """[clients, classes] booleans. Every client then gets the same amount of each of its classes."""
     clients, num_classes, each = recipe.clients, len(dataset.classes), recipe.classes_per_client
     needed = {"classes": each, "chain": each + 1, "twins": 2 * each, "toy": TOY_CLASSES}
-    if recipe.partition not in needed:
-        raise unknown("partition", recipe.partition, get_args(Partition))
     if num_classes < needed[recipe.partition] or (recipe.partition == "toy" and num_classes != TOY_CLASSES):
         exactly = "exactly" if recipe.partition == "toy" else "at least"
         raise PfedlaError(
@@ -177,10 +144,11 @@ class Dealt:
 
     def __call__(self, samples: int) -> Array:
         total, there = self.recipe.clients * samples, int(self.available.sum())
-        if total > there and not self.recipe.overlapping:
+        need = samples if self.recipe.overlapping else total
+        if need > there:
             raise PfedlaError(
-                f"{self.recipe.clients} clients with {samples} samples each need {total} examples, there are {there}: "
-                f"{total - there} are lacking; use fewer clients or fewer samples per client"
+                f"{self.recipe.clients} clients with {samples} samples each need {need} examples, there are {there}: "
+                f"{need - there} are lacking; use fewer clients or fewer samples per client"
             )
         pool = shares_to_counts(self.available, total)
         return DEALT[self.recipe.partition](pool, samples, self.recipe, np.random.default_rng(self.seed))
@@ -228,12 +196,3 @@ def _deal_dirichlet(pool: Array, samples: int, recipe: Recipe, rng: np.random.Ge
 
 
 DEALT = {"iid": _deal_iid, "shards": _deal_shards, "dirichlet": _deal_dirichlet}
-
-
-def shares_to_counts(shares: Array, total: int) -> Array:
-    """Whole numbers closest to total * shares with the exact sum (largest remainders; ties to the first)."""
-    exact = total * shares / shares.sum()
-    counts: Array = np.floor(exact + 1e-9).astype(np.int64)
-    order = np.argsort(-(exact - counts), kind="stable")
-    counts[order[: total - counts.sum()]] += 1
-    return counts

@@ -1,5 +1,6 @@
 """Where the files of a data set come from: official hosts, published checksums, safe unpacking, the data directory."""
 
+import gzip
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import IO, cast
 from pfedla.errors import PfedlaError
 
 LARGEST_MEMBER = 2**30  # bytes
+UNREADABLE_ZIP = (NotImplementedError, RuntimeError)  # what zipfile raises on damaged flags
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ def data_directory() -> Path:
 
 
 def located(folder: Path, name: str) -> Path | None:
-    """The file, packed or not."""
-    return next((path for path in (folder / name, folder / name.removesuffix(".gz")) if path.is_file()), None)
+    """The file, packed or not; an empty one is as good as none."""
+    candidates = (folder / name, folder / name.removesuffix(".gz"))
+    return next((path for path in candidates if path.is_file() and path.stat().st_size), None)
 
 
 def absent(name: str, source: Source) -> PfedlaError:
@@ -86,14 +89,20 @@ def _retrieve(name: str, source: Source, item: Download, folder: Path) -> Path:
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
+    folder.mkdir(parents=True, exist_ok=True)
     reasons = []
+    if (here := folder / item.name).is_file():
+        algorithm, _, expected = item.checksum.partition(":")
+        if (found := pooch.file_hash(str(here), alg=algorithm)) != expected:
+            reasons.append(f"{here} is here, but its {algorithm.upper()} is {found}, not {expected}: damaged or incomplete")
     for url in item.urls:
         try:
             return Path(pooch.retrieve(url, known_hash=item.checksum, fname=item.name, path=folder, progressbar=True))
         except Exception as error:  # pooch passes on whatever the network raised
             wrong = isinstance(error, ValueError) and "hash" in str(error)
             reasons.append(f"{url}: {'not the published checksum' if wrong else type(error).__name__}")
-    by_hand = f"get {item.name} on another machine and put it into {folder}, then run this again"
+    names = item.name if item.members else ", ".join(source.missing(source.home) or source.files)
+    by_hand = f"get {names} on another machine and put it into {folder}, then run this again"
     if item.members:
         by_hand += f"; or put {', '.join(source.files)} into {source.home}"
     raise PfedlaError(f"{name} could not be downloaded ({'; '.join(reasons)}): {by_hand}")
@@ -113,7 +122,7 @@ def unpack(archive: Path, target: Path, members: tuple[str, ...], digests: Mappi
                 with content as source, (Path(scratch) / path.name).open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
                 found.append(path.name)
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, *UNREADABLE_ZIP) as error:
             raise PfedlaError(f"{archive}: damaged or incomplete ({error}); delete it and fetch it anew") from error
         if lacking := [name for name in members if name not in found]:
             raise PfedlaError(f"{archive}: has no {', '.join(lacking)}; the archive is not used")

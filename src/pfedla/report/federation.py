@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from pfedla.report.figures import Array, save, subplots
+from pfedla.report.figures import Array, plain, save, subplots
 
 PICTURES = (".png", ".pdf", ".svg")
 BUBBLES = 600  # more cells than this are drawn as a heat map
 TABLE_ROWS = 40
 NAMED = 5  # classes of a client that are named in the table
+LONGEST = 20  # characters of a name
 
 
 def counts_of(described: Mapping[str, Any]) -> Array:
@@ -31,10 +32,10 @@ def federation_table(described: Mapping[str, Any], name: str) -> Table:
     for client, (train, test) in list(zip(described["clients"], counts, strict=True))[:TABLE_ROWS]:
         both = train + test
         order = [label for label in np.argsort(-both, kind="stable") if both[label]]
-        parts = [f"{described['classes'][label]} {both[label]}" for label in order[:NAMED]]
+        parts = [f"{_short(described['classes'][label])}: {both[label]}" for label in order[:NAMED]]
         if len(order) > NAMED:
-            parts.append(f"{len(order) - NAMED} more {both[order[NAMED:]].sum()}")
-        table.add_row(client, str(train.sum()), str(test.sum()), str(len(order)), ", ".join(parts))
+            parts.append(f"{len(order) - NAMED} more: {both[order[NAMED:]].sum()}")
+        table.add_row(_short(client), str(train.sum()), str(test.sum()), str(len(order)), ", ".join(parts))
     if len(counts) > TABLE_ROWS:
         table.caption = f"and {len(counts) - TABLE_ROWS} more clients, all of them in the picture"
     return table
@@ -57,7 +58,10 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
     counts = counts_of(described)
     totals = counts.sum(1)
     clients, classes = totals.shape
-    tall, wide = np.clip(0.26 * clients + 1.4, 3, 14), np.clip(0.42 * classes + 2.2, 4.5, 15)
+    labels = [_short(label) for label in described["classes"]]
+    upright = max(map(len, labels)) <= 3
+    below = 0.5 if upright else 0.5 + 0.075 * max(map(len, labels))  # inches that the names of the classes take
+    tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
     figure, axes = subplots(1, 2, figsize=(wide + 2.4, tall), sharey=True, width_ratios=(wide, 2.2))
     who_has_what, sizes = axes[0]
     if clients * classes <= BUBBLES:
@@ -75,12 +79,12 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
         picture = who_has_what.imshow(
             np.where(totals, totals, np.nan), aspect="auto", cmap="viridis_r", vmin=0, interpolation="nearest"
         )
-        figure.colorbar(picture, ax=who_has_what, shrink=0.7, pad=0.01, label="examples")
+        figure.colorbar(picture, ax=who_has_what, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
         key = "white: none"
-    _label(who_has_what.yaxis, described["clients"], most=60)
-    _label(who_has_what.xaxis, described["classes"], most=60)
+    _label(who_has_what.yaxis, [_short(client) for client in described["clients"]], most=60)
+    _label(who_has_what.xaxis, labels, most=110)
     who_has_what.tick_params(labelsize=8)
-    who_has_what.tick_params(axis="x", rotation=90 if max(map(len, described["classes"])) > 3 else 0)
+    who_has_what.tick_params(axis="x", rotation=0 if upright else 90, labelsize=8 if classes <= 60 else 6)
     who_has_what.set(xlabel=f"class ({key})", ylabel="client", ylim=(clients - 0.4, -0.6))
     position = np.arange(clients)
     train, test = counts[:, 0].sum(1), counts[:, 1].sum(1)
@@ -90,11 +94,15 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
     sizes.tick_params(labelsize=8)
     sizes.spines[["top", "right"]].set_visible(False)
     figure.legend(*sizes.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=2)
-    figure.suptitle(f"{name}: {clients} clients", fontsize=11)
+    figure.suptitle(plain(name), fontsize=11)
     return save(figure, path)
 
 
-def _label(axis: Any, names: tuple[str, ...], most: int) -> None:
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
+def _label(axis: Any, names: list[str], most: int) -> None:
     """A name at every tick, thinned out where they would run into one another."""
     ticks = np.arange(0, len(names), -(-len(names) // most))
-    axis.set_ticks(ticks, [names[tick][:20] for tick in ticks])
+    axis.set_ticks(ticks, [plain(names[tick]) for tick in ticks])

@@ -71,7 +71,7 @@ def draw_learning_curve(run: Path) -> Path:
 
 def _title(run: Path) -> str:
     result = read_result(run)
-    return f"{result['algorithm']} on {where(result)}, seed {result['seed']}"
+    return plain(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
 
 
 def draw_alpha(run: Path, alpha: Array, layers: list[str], after_round: int) -> Path:
@@ -126,13 +126,13 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
         lines = [read_rounds(folder) for folder in folders]
         curves = 100 * np.array([[line["accuracy"]["mean"] for line in one] for one in lines])
         x = [line["round"] for line in lines[0]]
-        axis.plot(x, curves.mean(0), label=name, color=f"C{position}")
+        axis.plot(x, curves.mean(0), label=name, color=f"C{position}", marker="o" if len(x) < 15 else None, markersize=3)
         if len(curves) > 1:
             spread = curves.std(0, ddof=1)
             axis.fill_between(x, curves.mean(0) - spread, curves.mean(0) + spread, alpha=0.15, color=f"C{position}")
     seeds = "1 seed" if len(folders) == 1 else f"{len(folders)} seeds, band: ± standard deviation"
     axis.set(xlabel="round", ylabel="test accuracy (%)")
-    axis.set_title(f"Personal models, mean of all clients\n{where(read_result(folders[0]))}, {seeds}", fontsize=10)
+    axis.set_title(f"Personal models, mean of all clients\n{plain(where(read_result(folders[0])))}, {seeds}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8)
     return save(figure, path)
@@ -143,6 +143,11 @@ def _finish(axis: Any) -> None:
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
+
+
+def plain(text: str) -> str:
+    """Names are shown as they are: matplotlib would take what stands between two dollar signs for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Results as tables: for the terminal, and as Markdown."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def comparison_markdown(rows: list[Row]) -> str:
     lines = [["algorithm", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
     lines += [[row.algorithm, *row.cells()] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-    leaks = [leak_line(result) for row in rows for result in row.results]
-    return table + (f"\n{leaks[0]}\n" if any(leaks) else "")
+    leak = leak_line([result for row in rows for result in row.results])
+    return table + (f"\n{leak}\n" if leak else "")
 
 
 def comparison_table(rows: list[Row]) -> Table:
@@ -62,17 +62,20 @@ def comparison_table(rows: list[Row]) -> Table:
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """The federation as every table and picture names it: a leak between clients is never left unsaid."""
-    overlapping = ", overlapping" if result["overlapping"] else ""
-    return f"{Path(result['dataset']).name}, {result['partition']}{overlapping}, {result['clients']} clients"
+    """The federation as every table and picture names it: a subset and a leak between clients are never left unsaid."""
+    subset = f" (subset {Path(result['subset']).name})" if result["subset"] else ""
+    leak = f", overlapping ({100 * result['leaked_test_share']:.0f} % leak)" if result["overlapping"] else ""
+    clients = result["clients"] if isinstance(result["clients"], int) else len(result["clients"])
+    return f"{Path(result['dataset']).name}{subset}, {result['partition']}{leak}, {clients} clients"
 
 
-def leak_line(result: Mapping[str, Any]) -> str:
-    """What a reader must know of an overlapping federation; empty for a disjoint one."""
-    if not result["overlapping"]:
+def leak_line(results: Sequence[Mapping[str, Any]]) -> str:
+    """What a reader must know of overlapping federations (one per seed); empty for disjoint ones."""
+    if not any(result["overlapping"] for result in results):
         return ""
-    leaked = f"{100 * result['leaked_test_share']:.0f} %"
-    return f"OVERLAPPING clients: {leaked} of the test examples are training examples of another client."
+    shares = sorted({f"{100 * result['leaked_test_share']:.0f}" for result in results}, key=int)
+    leaked = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+    return f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client."
 
 
 def result_table(result: dict[str, Any]) -> Table:
