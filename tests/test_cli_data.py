@@ -65,7 +65,7 @@ def test_names_are_shown_as_they_are(pfedla) -> None:
     np.savez("$^$.npz", x=np.zeros((80, 2)), y=y, client=np.array(["$^$", "b"])[np.arange(80) // 40])
     code, out, err = pfedla("data", "show", "-d", "$^$.npz")
     assert code == 0, err
-    assert "a very long name of…: 20" in out
+    assert "a very long…re thing: 20" in out
     code, _, err = pfedla("run", "-d", "$^$.npz", "--rounds", 1, "-q")
     assert code == 0, err
 

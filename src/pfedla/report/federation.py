@@ -77,9 +77,10 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
         key = f"area: number of examples, largest {totals.max()}"
     else:
         picture = who_has_what.imshow(
-            np.where(totals, totals, np.nan), aspect="auto", cmap="viridis_r", vmin=0, interpolation="nearest"
+            np.where(totals, totals, np.nan), aspect="auto", cmap="Blues", vmin=0, interpolation="nearest"
         )
         figure.colorbar(picture, ax=who_has_what, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
+        who_has_what.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
         key = "white: none"
     _label(who_has_what.yaxis, [_short(client) for client in described["clients"]], most=60)
     _label(who_has_what.xaxis, labels, most=110)
@@ -99,7 +100,8 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    """Cut in the middle: long names often differ at their ends."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}…{name[-8:]}"
 
 
 def _label(axis: Any, names: list[str], most: int) -> None:
