@@ -8,12 +8,17 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.fedbn import FedBN
+from pfedla.algorithms.fedrep import FedRep
+from pfedla.algorithms.lgfedavg import LGFedAvg
 from pfedla.algorithms.local import Local
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
 from pfedla.contracts import Algorithm, LocalTraining, Task
 from pfedla.errors import PfedlaError, unknown
 
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Local, FedAvg, PFedLA, HeurpFedLA)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.name: kind for kind in (Local, FedAvg, FedBN, FedRep, LGFedAvg, PFedLA, HeurpFedLA)
+}
 
 
 def find(name: str) -> type[Algorithm]:
