@@ -104,7 +104,10 @@ class Experiment(_Section):
             raise PfedlaError(_explain(error)) from None
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump())
+        """What is "auto" is left out; once all is resolved, that is what the partition does not use."""
+        values = self.model_dump()
+        values["data"] = {key: value for key, value in values["data"].items() if value != AUTO}
+        return tomli_w.dumps(values)
 
 
 def _explain(error: ValidationError) -> str:
