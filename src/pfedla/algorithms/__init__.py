@@ -10,15 +10,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedbn import FedBN
 from pfedla.algorithms.fedrep import FedRep
+from pfedla.algorithms.finetune import FedAvgFineTuned
 from pfedla.algorithms.lgfedavg import LGFedAvg
 from pfedla.algorithms.local import Local
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
+from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.contracts import Algorithm, LocalTraining, Task
 from pfedla.errors import PfedlaError, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    kind.name: kind for kind in (Local, FedAvg, FedBN, FedRep, LGFedAvg, PFedLA, HeurpFedLA)
-}
+    kind.name: kind
+    for kind in (
+        Local, FedAvg, FedAvgFineTuned, FedBN, FedRep, LGFedAvg, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA,
+    )
+}  # fmt: skip
 
 
 def find(name: str) -> type[Algorithm]:

@@ -29,8 +29,8 @@ class FedRep(PartialFedAvg):
         head, body = self._epochs()
         if head + body != self.training.epochs or head < 0:
             raise PfedlaError(
-                f"head_epochs {head} and body_epochs {body} make {head + body}, but the local budget is {self.training.epochs} "
-                "epochs; give one of them, or set local_epochs"
+                f"head_epochs {head} and body_epochs {body} make {head + body}, but the local budget is "
+                f"{self.training.epochs} epochs; give one of them, or set local_epochs"
             )
 
     def _epochs(self) -> tuple[int, int]:

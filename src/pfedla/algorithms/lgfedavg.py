@@ -22,7 +22,7 @@ class LGFedAvg(PartialFedAvg):
     def check(self, num_clients: int) -> None:
         if self.shared_layers >= len(self.task.layers):
             raise NotApplicableError(
-                f"shared_layers = {self.shared_layers}, but the model has {len(self.task.layers)} layers: nothing would be local"
+                f"shared_layers = {self.shared_layers}, but the model has {len(self.task.layers)} layers: none would be local"
             )
 
     def private_layers(self) -> list[int]:
