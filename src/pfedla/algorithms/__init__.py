@@ -13,7 +13,9 @@ from pfedla.algorithms.fedrep import FedRep
 from pfedla.algorithms.finetune import FedAvgFineTuned
 from pfedla.algorithms.lgfedavg import LGFedAvg
 from pfedla.algorithms.local import Local
+from pfedla.algorithms.perfedavg import PerFedAvg
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
+from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.contracts import Algorithm, LocalTraining, Task
 from pfedla.errors import PfedlaError, unknown
@@ -21,7 +23,8 @@ from pfedla.errors import PfedlaError, unknown
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
-        Local, FedAvg, FedAvgFineTuned, FedBN, FedRep, LGFedAvg, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA,
+        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, FedBN, FedRep, LGFedAvg, LayerSimilarity, ModelSimilarity,
+        PFedLA, HeurpFedLA,
     )
 }  # fmt: skip
 

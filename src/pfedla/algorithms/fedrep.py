@@ -4,7 +4,7 @@ Collins et al., "Exploiting Shared Representations for Personalized Federated Le
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ class FedRep(PartialFedAvg):
     summary: ClassVar[str] = "a shared body, a head of one's own; trained in turn"
 
     private: str = "head"  # "head": the last Linear layer; or names of layers separated by commas; "" for none
-    head_epochs: Annotated[int, Field(ge=0)] | None = None  # None: the local budget less the body's
-    body_epochs: Annotated[int, Field(ge=0)] | None = None  # None: half of the local budget, rounded up
+    head_epochs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # auto: the local budget less the body's
+    body_epochs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # auto: half of the local budget, rounded up
 
     def check(self, num_clients: int) -> None:
         self.private_layers()
         head, body = self._epochs()
-        if head + body != self.training.epochs or head < 0:
+        if head + body != self.training.epochs or min(head, body) < 0:
             raise PfedlaError(
                 f"head_epochs {head} and body_epochs {body} make {head + body}, but the local budget is "
                 f"{self.training.epochs} epochs; give one of them, or set local_epochs"
@@ -36,9 +36,9 @@ class FedRep(PartialFedAvg):
     def _epochs(self) -> tuple[int, int]:
         budget = self.training.epochs
         body = self.body_epochs
-        if body is None:
-            body = (budget + 1) // 2 if self.head_epochs is None else budget - self.head_epochs
-        return (budget - body if self.head_epochs is None else self.head_epochs), body
+        if body == "auto":
+            body = (budget + 1) // 2 if self.head_epochs == "auto" else budget - self.head_epochs
+        return (budget - body if self.head_epochs == "auto" else self.head_epochs), body
 
     def private_layers(self) -> list[int]:
         layers = self.task.layers

@@ -5,7 +5,7 @@ and only the model that is deployed differs.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from pfedla.algorithms.fedavg import FedAvg
 from pfedla.contracts import ClientState, LocalData, Params, Payload
 from pfedla.errors import PfedlaError
 from pfedla.training import sgd
+from pfedla.tree import finite_or
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class FedAvgFineTuned(FedAvg):
     summary: ClassVar[str] = "FedAvg, fine-tuned on the client before use"
     personalizes_on_data: ClassVar[bool] = True
 
-    fine_tuning_epochs: Annotated[int, Field(ge=1)] | None = None  # None: as many as the local budget
+    fine_tuning_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: as many as the local budget
 
     def check(self, num_clients: int) -> None:
         if self._epochs() > self.training.epochs:
@@ -30,7 +31,8 @@ class FedAvgFineTuned(FedAvg):
             )
 
     def _epochs(self) -> int:
-        return self.training.epochs if self.fine_tuning_epochs is None else self.fine_tuning_epochs
+        return self.training.epochs if self.fine_tuning_epochs == "auto" else self.fine_tuning_epochs
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return sgd(self.task, download.tensors, data, self.training, epochs=range(self._epochs()))[0]
+        tuned, _ = sgd(self.task, download.tensors, data, self.training, epochs=range(self._epochs()))
+        return finite_or(tuned, download.tensors)  # who breaks a model by fine-tuning does without
