@@ -66,7 +66,8 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, batch_norm: bool, 
 def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Federation) -> None:
     algorithm = make(name, batch_norm=batch_norm)
     threaded, vectorized = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
-    ends_equal(threaded, vectorized, tolerance=1e-5)
+    # FedFomo divides differences of losses on a few held-out examples by one another, which magnifies rounding.
+    ends_equal(threaded, vectorized, tolerance=1e-4 if name == "fedfomo" else 1e-5)
     for one, other in zip(threaded[0], vectorized[0], strict=True):
         torch.testing.assert_close(one.evaluation.loss, other.evaluation.loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one.training_loss, other.training_loss, rtol=1e-5, atol=1e-5)

@@ -14,6 +14,12 @@ from pfedla.models import task_of
 from pfedla.simulation import simulate
 from pfedla.training import evaluate
 
+# Methods with rates of their own beside the common one: as large for so small a net, and large enough to explode.
+QUICK = {
+    "pfedme": {"personal_lr": 0.1, "eta": 0.05, "penalty": 5.0},
+    "per-fedavg": {"inner_lr": 0.1},
+}
+EXPLOSIVE = {"pfedme": {"personal_lr": 1e38, "penalty": 1e-38}}
 OPPOSITE = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0)
 
 
@@ -65,6 +71,7 @@ def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
         rounds=25,
         lr=0.1,
         on_round=lambda r: losses.append(r.evaluation.loss.mean()),
+        **QUICK.get(name, {}),
     )
     assert losses[-1] < losses[0]
     assert result.accuracy.mean() > 0.5  # three classes
@@ -150,7 +157,7 @@ def test_a_broken_model_is_never_right_and_never_kept() -> None:
     """With a rate at which training explodes, a client's last sound model stays, and the refusals are counted."""
     for name in ALGORITHMS:
         module = TinyNet(batch_norm=not applies(name, batch_norm=False))
-        result = simulate(toy_federation(), module, name, rounds=3, lr=1e38)
+        result = simulate(toy_federation(), module, name, rounds=3, lr=1e38, **EXPLOSIVE.get(name, {}))
         assert result.refused_uploads > 0
         assert all(value.isfinite().all() for model in result.models for value in model.values())
     nan = {name: torch.full_like(value, torch.nan) for name, value in TinyNet().state_dict().items()}

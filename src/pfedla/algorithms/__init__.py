@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedbn import FedBN
+from pfedla.algorithms.fedfomo import FedFomo
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.algorithms.finetune import FedAvgFineTuned
 from pfedla.algorithms.lgfedavg import LGFedAvg
 from pfedla.algorithms.local import Local
 from pfedla.algorithms.perfedavg import PerFedAvg
+from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
 from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
@@ -23,8 +25,8 @@ from pfedla.errors import PfedlaError, unknown
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
-        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, FedBN, FedRep, LGFedAvg, LayerSimilarity, ModelSimilarity,
-        PFedLA, HeurpFedLA,
+        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, PFedHN, FedBN, FedRep, FedFomo, LGFedAvg, LayerSimilarity,
+        ModelSimilarity, PFedLA, HeurpFedLA,
     )
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from pfedla.contracts import (
 from pfedla.data.federation import Examples, Federation
 from pfedla.errors import PfedlaError
 from pfedla.seeds import generator
-from pfedla.tree import is_finite, stack, take
+from pfedla.tree import is_finite, stack
 
 Test = tuple[Tensor, Tensor]  # examples right, mean loss
 TRAINED = "__trained__"
@@ -97,7 +97,10 @@ class SimulatedClients(ABC):
     def load(self, state: Params) -> None:
         self._trained = state[TRAINED].clone()
         private = {name: value.to(self.device) for name, value in state.items() if name != TRAINED}
-        self._clients = [take(private, client) for client in range(len(self.federation))]
+        # Copies, not views: they then lie in memory as fresh tensors do, and small products round the same way.
+        self._clients = [
+            {name: value[client].clone() for name, value in private.items()} for client in range(len(self.federation))
+        ]
 
     def __enter__(self) -> Self:
         # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is cut up.
