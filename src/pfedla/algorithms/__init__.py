@@ -7,6 +7,10 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from pfedla.algorithms.apfl import APFL
+from pfedla.algorithms.ditto import Ditto
+from pfedla.algorithms.fedala import FedALA
+from pfedla.algorithms.fedamp import FedAMP
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedbn import FedBN
 from pfedla.algorithms.fedfomo import FedFomo
@@ -25,8 +29,8 @@ from pfedla.errors import PfedlaError, unknown
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (
-        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, PFedHN, FedBN, FedRep, FedFomo, LGFedAvg, LayerSimilarity,
-        ModelSimilarity, PFedLA, HeurpFedLA,
+        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, PFedHN, FedBN, FedRep, FedFomo, Ditto, FedAMP, LGFedAvg, FedALA,
+        APFL, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA,
     )
 }  # fmt: skip
 
