@@ -19,7 +19,11 @@ QUICK = {
     "pfedme": {"personal_lr": 0.1, "eta": 0.05, "penalty": 5.0},
     "per-fedavg": {"inner_lr": 0.1},
 }
-EXPLOSIVE = {"pfedme": {"personal_lr": 1e38, "penalty": 1e-38}}
+EXPLOSIVE = {
+    "pfedme": {"personal_lr": 1e38, "penalty": 1e-38},
+    "ditto": {"penalty": 0.0},
+    "fedamp": {"penalty": 0.0},
+}
 OPPOSITE = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0)
 
 

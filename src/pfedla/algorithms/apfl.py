@@ -34,7 +34,7 @@ class APFL(PartialFedAvg):
     joint_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: the local budget, at two gradients a step
 
     def check(self, num_clients: int) -> None:
-        if self.joint_epochs is not None and self.joint_epochs > self.training.epochs:
+        if self.joint_epochs != "auto" and self.joint_epochs > self.training.epochs:
             raise PfedlaError(
                 f"joint_epochs = {self.joint_epochs}, but the local budget is {self.training.epochs} epochs; "
                 "give fewer, or set local_epochs"
