@@ -276,3 +276,21 @@ def test_the_engines_agree(federation: Federation, batch_norm: bool) -> None:
     assert_same(clients, other_clients, tolerance=1e-5)
     torch.testing.assert_close(one[-1].evaluation.loss, other[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
     assert one[-1].server["affinity"]["affinity"].any()
+
+
+def test_without_statistics_of_its_own_a_client_cannot_judge(federation: Federation) -> None:
+    """BatchNorm: one that never trained keeps its own model; after one round it judges."""
+    algorithm = FedFomo(task=task_of(TinyNet(batch_norm=True)), training=LocalTraining(0.1, 2, 5), validation_share=0.4)
+    played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 4))
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+        engine.load(clients)
+        cohort = everyone(federation.num_examples, 4, 0)
+        models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
+    never = [i for i in range(6) if not any(i in one.cohort.ids for one in played)]
+    initial = algorithm.task.initial()
+    fresh = algorithm._can_judge(algorithm.init_client())
+    assert not fresh
+    for client in never:
+        assert_same(models[client], initial)
+    trained = int(played[-1].cohort.ids[0])
+    assert algorithm._can_judge({name: value[trained] for name, value in clients.items() if name in initial})

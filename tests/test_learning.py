@@ -65,9 +65,10 @@ def test_the_opposite_sign_of_the_step_would_find_the_other_cluster() -> None:
     assert own_cluster_mass(algorithm.alpha(played[-1].server)).mean() < 0.05
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "per-fedavg hessian_free"])
 def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     losses = []
+    name, *flags = name.split()
     result = simulate(
         clusters((1.0,) * 6),
         TinyNet(batch_norm=not applies(name, batch_norm=False)),
@@ -76,6 +77,7 @@ def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
         lr=0.1,
         on_round=lambda r: losses.append(r.evaluation.loss.mean()),
         **QUICK.get(name, {}),
+        **dict.fromkeys(flags, True),
     )
     assert losses[-1] < losses[0]
     assert result.accuracy.mean() > 0.5  # three classes

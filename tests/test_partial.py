@@ -77,6 +77,13 @@ def test_fedbn_without_batchnorm_is_refused() -> None:
     make("fedbn", batch_norm=True).check(3)
 
 
+def test_batchnorm_without_parameters_is_batchnorm_too() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
+    algorithm = create("fedbn", task_of(module), LocalTraining(0.1, 1, 4))
+    algorithm.check(3)
+    assert algorithm.init_client().keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
 def test_fedbns_shared_layers_are_fedavgs_in_the_first_round(federation: Federation) -> None:
     fedbn, fedavg = (
         play(make(name, batch_norm=True), federation, rounds=range(1, 2))[0][0].server["model"] for name in ("fedbn", "fedavg")
@@ -138,6 +145,9 @@ def test_fedreps_epochs_share_the_local_budget() -> None:
     for options in ({"head_epochs": 4, "body_epochs": 4}, {"head_epochs": 6}):
         with pytest.raises(PfedlaError, match="the local budget is 5 epochs"):
             make("fedrep", epochs=5, **options).check(3)
+    with pytest.raises(NotApplicableError, match="leaves no epoch to the head"):
+        make("fedrep", epochs=1).check(3)
+    make("fedrep", epochs=1, private="", head_epochs=0).check(3)
     with pytest.raises(PfedlaError, match="choose one of: fc1, fc2"):
         make("fedrep", private="fc9").check(3)
     with pytest.raises(NotApplicableError, match="the model has none"):

@@ -21,7 +21,7 @@ def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
     """A few rounds of every method: finite numbers, no two alike, FedBN only where there is BatchNorm."""
     real(name)
     code, out, err = pfedla(
-        "compare", "-a", "all", "-d", name, "--samples", 120, "--rounds", 3, "--local-epochs", 1, "--lr", 0.02, "--json"
+        "compare", "-a", "all", "-d", name, "--samples", 120, "--rounds", 3, "--local-epochs", 2, "--lr", 0.02, "--json"
     )
     assert code == 0, err
     results = json.loads(out)

@@ -17,6 +17,7 @@ from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import NotApplicableError
 from pfedla.training import batches, sgd
+from pfedla.tree import finite_or
 
 WEIGHT = "weight/"
 HAS_TRAINED = "fedala/has_trained"
@@ -26,6 +27,7 @@ HAS_TRAINED = "fedala/has_trained"
 class FedALA(PartialFedAvg):
     name: ClassVar[str] = "fedala"
     summary: ClassVar[str] = "FedAvg from an element-wise mix with one's own last layers"
+    personalizes_on_data: ClassVar[bool] = True
 
     adaptive_layers: Annotated[int, Field(ge=0)] = 1  # p, counted from the output; the layers below are the global ones
     sample_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # s: of the local data, to learn the weights on
@@ -95,5 +97,6 @@ class FedALA(PartialFedAvg):
         return LocalResult(state, Payload(self._shared(model), download.sent), model, loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        """Θ̂_i by the weights that were kept: no training data are needed to deploy."""
-        return self._start(client, self._weights(client), download)
+        """Θ̂_i from which the client would train now, its weights fitted to the model it received."""
+        fitted = self._start(client, self._fit(client, download, data), download)
+        return finite_or(fitted, self._start(client, self._weights(client), download))

@@ -18,7 +18,7 @@ class FedBN(PartialFedAvg):
     summary: ClassVar[str] = "FedAvg, but every BatchNorm stays at home"
 
     def check(self, num_clients: int) -> None:
-        if not self.private_layers():
+        if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.task.module.modules()):
             raise NotApplicableError("FedBN keeps BatchNorm layers at home, and the model has none")
 
     def private_layers(self) -> list[int]:

@@ -98,7 +98,14 @@ class FedFomo(Algorithm):
         fall, distance = torch.stack(falls), torch.stack(squares).sqrt()
         # Equal models (all are, in the first round) are 0/0, and a broken one has no loss: neither says anything.
         weights = fall / torch.where(distance > 0, distance, 1.0)
-        return torch.where((distance > 0) & weights.isfinite(), weights, 0.0)
+        return torch.where((distance > 0) & weights.isfinite() & self._can_judge(client), weights, 0.0)
+
+    def _can_judge(self, client: ClientState) -> Tensor:
+        """A client that never trained has no BatchNorm statistics to judge candidates with: until then it keeps its own model."""
+        initial = self.task.layers.only_statistics(self.task.initial())
+        if not initial:
+            return torch.ones((), dtype=torch.bool, device=next(iter(client.values())).device)
+        return ~torch.stack([(client[name] == value.to(client[name].device)).all() for name, value in initial.items()]).all()
 
     def _mixed(self, client: ClientState, download: Payload, data: LocalData) -> tuple[Params, Tensor]:
         """The own model moved towards the candidates that help, and the signed weights; if none does, the own model."""

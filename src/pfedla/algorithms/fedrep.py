@@ -25,8 +25,11 @@ class FedRep(PartialFedAvg):
     body_epochs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # auto: half of the local budget, rounded up
 
     def check(self, num_clients: int) -> None:
-        self.private_layers()
         head, body = self._epochs()
+        if self.private_layers() and not head:
+            raise NotApplicableError(
+                f"FedRep trains head and body in turn, and a local budget of {self.training.epochs} leaves no epoch to the head"
+            )
         if head + body != self.training.epochs or min(head, body) < 0:
             raise PfedlaError(
                 f"head_epochs {head} and body_epochs {body} make {head + body}, but the local budget is "

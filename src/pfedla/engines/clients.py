@@ -116,7 +116,7 @@ class SimulatedClients(ABC):
     def _split(self, client: int, seed: int) -> tuple[Examples, Examples]:
         """What a client trains on, and what it holds out of it for validation: fixed once, by the seed."""
         x, y = self.federation.train[client]
-        held_out = int(len(y) * self.algorithm.held_out_share)
+        held_out = min(int(len(y) * self.algorithm.held_out_share), max(0, len(y) - 2))  # BatchNorm needs two to train on
         if not held_out:
             return Examples(x, y), Examples(x[:0], y[:0])
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, client))
