@@ -101,7 +101,7 @@ class FedFomo(Algorithm):
         return torch.where((distance > 0) & weights.isfinite() & self._can_judge(client), weights, 0.0)
 
     def _can_judge(self, client: ClientState) -> Tensor:
-        """A client that never trained has no BatchNorm statistics to judge candidates with: until then it keeps its own model."""
+        """A client that never trained has no BatchNorm statistics to judge candidates with: it keeps its own model."""
         initial = self.task.layers.only_statistics(self.task.initial())
         if not initial:
             return torch.ones((), dtype=torch.bool, device=next(iter(client.values())).device)
