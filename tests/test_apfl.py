@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import TinyNet, assert_same, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
@@ -16,7 +16,6 @@ from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
 from pfedla.models import task_of
 from pfedla.rounds import everyone
-from pfedla.tree import take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 TRAINING = LocalTraining(0.1, 2, 5)
@@ -124,21 +123,6 @@ def test_the_personal_model_mixes_with_the_downloaded_model() -> None:
     mixed = algorithm.personalize(client, Payload(received, torch.ones(2).bool()), None)
     expected = {name: value + 0.75 for name, value in algorithm.task.initial().items()}
     assert_same(mixed, expected, tolerance=1e-6)
-
-
-@NORMS
-def test_engines_agree_and_absent_clients_are_untouched(federation: Federation, batch_norm: bool) -> None:
-    algorithm = apfl(batch_norm)
-    (one, states), (other, other_states) = (
-        play(algorithm, federation, participation=0.7, engine=engine) for engine in ("threaded", "vectorized")
-    )
-    assert_same(flat(one[-1].server), flat(other[-1].server), tolerance=1e-5)
-    assert_same(states, other_states, tolerance=1e-5)
-    torch.testing.assert_close(one[-1].evaluation.loss, other[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
-    first, states = play(algorithm, federation, rounds=range(1, 2), participation=0.5)
-    initial = algorithm.init_client()
-    for client in set(range(6)) - set(first[0].cohort.ids.tolist()):
-        assert_same(take({n: states[n] for n in initial}, client), initial)
 
 
 def test_more_epochs_than_the_budget_are_refused() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import TinyNet, assert_same, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
@@ -122,21 +122,6 @@ def test_the_weights_lower_the_loss_they_are_learned_on(federation: Federation) 
         for w in (algorithm._weights(client), weights)
     )
     assert after < before
-
-
-@NORMS
-def test_engines_agree_and_absent_clients_are_untouched(federation: Federation, batch_norm: bool) -> None:
-    algorithm = fedala(batch_norm, adaptive_layers=2)
-    (one, states), (other, other_states) = (
-        play(algorithm, federation, participation=0.7, engine=engine) for engine in ("threaded", "vectorized")
-    )
-    assert_same(flat(one[-1].server), flat(other[-1].server), tolerance=1e-5)
-    assert_same(states, other_states, tolerance=1e-5)
-    torch.testing.assert_close(one[-1].evaluation.loss, other[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
-    first, states = play(algorithm, federation, rounds=range(1, 2), participation=0.5)
-    initial = algorithm.init_client()
-    for client in set(range(6)) - set(first[0].cohort.ids.tolist()):
-        assert_same(take({n: states[n] for n in initial}, client), initial)
 
 
 def test_more_layers_than_there_are_are_refused() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import TinyNet, assert_same, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
@@ -15,7 +15,6 @@ from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
 from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
 from pfedla.models import task_of
-from pfedla.tree import take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 TRAINING = LocalTraining(0.1, 2, 5)
@@ -107,23 +106,6 @@ def test_similar_clients_come_to_weigh_more() -> None:
     others = alpha.clone()
     others[torch.arange(6), torch.arange(6)] = 0
     assert torch.equal(others.argmax(1), partner)
-
-
-@NORMS
-def test_engines_agree_and_absent_clients_are_untouched(federation: Federation, batch_norm: bool) -> None:
-    algorithm = fedamp(batch_norm)
-    (one, states), (other, other_states) = (
-        play(algorithm, federation, participation=0.7, engine=engine) for engine in ("threaded", "vectorized")
-    )
-    assert_same(flat(one[-1].server), flat(other[-1].server), tolerance=1e-5)
-    assert_same(states, other_states, tolerance=1e-5)
-    torch.testing.assert_close(one[-1].evaluation.loss, other[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
-    start = algorithm.init_server(6, seed=0)
-    first, states = play(algorithm, federation, rounds=range(1, 2), participation=0.5, server=start)
-    initial = algorithm.init_client()
-    for client in set(range(6)) - set(first[0].cohort.ids.tolist()):
-        assert_same(take({n: states[n] for n in initial}, client), initial)
-        assert_same(take(first[0].server["models"], client), take(start["models"], client))
 
 
 def test_a_pull_too_strong_for_the_learning_rate_is_refused() -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pfedla.algorithms.partial import PartialFedAvg
+from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import PfedlaError
 from pfedla.training import batches
@@ -24,7 +24,7 @@ MIXING = "apfl/mixing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class APFL(PartialFedAvg):
+class APFL(SendsParameters):
     name: ClassVar[str] = "apfl"
     summary: ClassVar[str] = "a mix of one's own model and the global one"
 
@@ -42,9 +42,6 @@ class APFL(PartialFedAvg):
 
     # Server: FedAvg, on all parameters.
     # Departs from the paper: Algorithm 1 takes the plain mean of the participants; with n_i weights w is our FedAvg's.
-
-    def private_layers(self) -> list[int]:
-        return []
 
     # Client
 

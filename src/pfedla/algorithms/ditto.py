@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pfedla.algorithms.partial import PartialFedAvg
+from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import PfedlaError
 from pfedla.training import sgd
@@ -19,7 +19,7 @@ GLOBAL = "global/"  # before the names of the statistics that belong to w; v_k h
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ditto(PartialFedAvg):
+class Ditto(SendsParameters):
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "FedAvg, and a model of one's own pulled towards it"
 
@@ -42,9 +42,6 @@ class Ditto(PartialFedAvg):
 
     # Server: FedAvg, on all parameters.
     # Departs from the paper: Algorithm 1 takes the plain mean of the participants; with n_i weights w is our FedAvg's.
-
-    def private_layers(self) -> list[int]:
-        return []
 
     # Client
 

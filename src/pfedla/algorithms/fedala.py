@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad
 
-from pfedla.algorithms.partial import PartialFedAvg
+from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import NotApplicableError
 from pfedla.training import batches, sgd
@@ -24,7 +24,7 @@ HAS_TRAINED = "fedala/has_trained"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedALA(PartialFedAvg):
+class FedALA(SendsParameters):
     name: ClassVar[str] = "fedala"
     summary: ClassVar[str] = "FedAvg from an element-wise mix with one's own last layers"
     personalizes_on_data: ClassVar[bool] = True
@@ -44,9 +44,6 @@ class FedALA(PartialFedAvg):
             )
 
     # Server: FedAvg, on all parameters
-
-    def private_layers(self) -> list[int]:
-        return []
 
     # Client
 

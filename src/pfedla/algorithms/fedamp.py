@@ -12,17 +12,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
+from pfedla.algorithms.partial import KeepsAllModels
+from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import PfedlaError
-from pfedla.layers import mix
 from pfedla.training import sgd
-from pfedla.tree import put, repeat
 
 HAS_TRAINED = "fedamp/has_trained"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAMP(Algorithm):
+class FedAMP(KeepsAllModels):
     name: ClassVar[str] = "fedamp"
     summary: ClassVar[str] = "a mean of all models, the nearer ones weighing more"
 
@@ -42,10 +41,6 @@ class FedAMP(Algorithm):
 
     # Server
 
-    def init_server(self, num_clients: int, seed: int) -> ServerState:
-        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
-        return {"models": {name: value.clone() for name, value in common.items()}}  # W: everyone's last trained parameters
-
     def _weights(self, server: ServerState, ids: Tensor) -> Tensor:
         """ξ, [receivers, clients]: rows sum to one."""
         flat = [value.flatten(1).double() for value in server["models"].values()]  # double: distances are differences
@@ -60,16 +55,6 @@ class FedAMP(Algorithm):
 
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
         return self._weights(server, ids).unsqueeze(1).expand(-1, len(self.task.layers), -1)  # the same for every layer
-
-    def alpha(self, server: ServerState) -> Tensor:
-        return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
-
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
-        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
-
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        return {"models": put(server["models"], cohort.ids, uploads.tensors)}
 
     # Client
 

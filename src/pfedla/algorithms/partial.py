@@ -1,4 +1,4 @@
-"""What FedBN, FedRep and LG-FedAvg have in common: some layers are averaged as in FedAvg, the others never leave the client."""
+"""What methods have in common: layers that stay at home, parameters that all travel, servers that keep everyone's model."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
+from pfedla.layers import mix
 from pfedla.training import sgd
-from pfedla.tree import repeat, weighted_mean
+from pfedla.tree import put, repeat, weighted_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +58,34 @@ class PartialFedAvg(Algorithm):
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return {**download.tensors, **client}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsParameters(PartialFedAvg):
+    """All parameters travel, BatchNorm's statistics stay at home; on the server FedAvg, unless a method says otherwise."""
+
+    def private_layers(self) -> list[int]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsAllModels(SendsParameters):
+    """The server keeps everyone's last trained parameters and mixes them by weights that it computes from them."""
+
+    @abstractmethod
+    def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
+        """[receivers, layers, clients], rows summing to one."""
+
+    def alpha(self, server: ServerState) -> Tensor:
+        return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
+        return {"models": {name: value.clone() for name, value in common.items()}}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
+        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return {"models": put(server["models"], cohort.ids, uploads.tensors)}

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad, grad_and_value
 
-from pfedla.algorithms.partial import PartialFedAvg
+from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.training import batches
 from pfedla.tree import finite_or, weighted_mean
@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerFedAvg(PartialFedAvg):
+class PerFedAvg(SendsParameters):
     name: ClassVar[str] = "per-fedavg"
     summary: ClassVar[str] = "a common start, adapted by one step on one's own data"
     personalizes_on_data: ClassVar[bool] = True
@@ -35,9 +35,6 @@ class PerFedAvg(PartialFedAvg):
     hessian_free: bool = False  # False: first order, the Hessian is left out
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.001
     weighted: bool = False  # True: FedAvg's weights n_i in place of the paper's plain mean
-
-    def private_layers(self) -> list[int]:
-        return []  # every parameter travels; BatchNorm's statistics stay on the client
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)

@@ -15,26 +15,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.contracts import (
-    Algorithm,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Params,
-    Payload,
-    ServerState,
-    all_sent,
-)
+from pfedla.algorithms.partial import SendsParameters
+from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
 from pfedla.seeds import generator
-from pfedla.training import sgd
 from pfedla.tree import take
 
 EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedHN(Algorithm):
+class PFedHN(SendsParameters):
     name: ClassVar[str] = "pfedhn"
     summary: ClassVar[str] = "one hypernetwork writes every client's weights"
 
@@ -117,16 +107,3 @@ class PFedHN(Algorithm):
         for name, value in moving.items():  # views of `state`
             momentum = momenta[name].mul_(self.momentum).add_(gradient[name], alpha=scale).add_(value, alpha=self.weight_decay)
             value.sub_(momentum, alpha=self.hypernetwork_lr)
-
-    # Client
-
-    def init_client(self) -> ClientState:
-        return self.task.layers.only_statistics(self.task.initial())
-
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        model, loss = sgd(self.task, {**download.tensors, **client}, data, self.training)
-        upload = Payload(self.task.layers.parameters(model), download.sent)
-        return LocalResult(self.task.layers.only_statistics(model), upload, model, loss)
-
-    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return {**download.tensors, **client}

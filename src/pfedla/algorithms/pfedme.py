@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch.func import grad_and_value
 
-from pfedla.algorithms.partial import PartialFedAvg
+from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import PfedlaError
 from pfedla.training import batches
@@ -24,7 +24,7 @@ HAS_TRAINED = "has_trained"  # whether there is a θ_i yet
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(PartialFedAvg):
+class PFedMe(SendsParameters):
     name: ClassVar[str] = "pfedme"
     summary: ClassVar[str] = "a model of one's own, held near the common one"
 
@@ -46,9 +46,6 @@ class PFedMe(PartialFedAvg):
                 f"personal_lr {self.personal_lr} times penalty {self.penalty} is {self.personal_lr * self.penalty:g}, but "
                 "should be below 2: the penalty alone would make the personal model diverge; lower one of them"
             )
-
-    def private_layers(self) -> list[int]:
-        return []  # every parameter travels; BatchNorm's statistics stay on the client
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: weighted by the number of examples, as FedAvg, where the paper takes the plain mean.

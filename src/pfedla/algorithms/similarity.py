@@ -11,22 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
-from pfedla.layers import mix
-from pfedla.training import sgd
-from pfedla.tree import put, repeat
+from pfedla.algorithms.partial import KeepsAllModels
+from pfedla.contracts import Params, ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSimilarity(Algorithm):
+class LayerSimilarity(KeepsAllModels):
     name: ClassVar[str] = "layer-similarity"
     summary: ClassVar[str] = "per layer, a mix weighted by the similarity of the layers"
-
-    # Server
-
-    def init_server(self, num_clients: int, seed: int) -> ServerState:
-        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
-        return {"models": {name: value.clone() for name, value in common.items()}}  # everyone's last trained parameters
 
     def _products(self, models: Params, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Inner products [receivers, layers, clients], and squared lengths [clients, layers]."""
@@ -47,29 +39,6 @@ class LayerSimilarity(Algorithm):
         cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
         cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
         return cosine / cosine.sum(-1, keepdim=True)
-
-    def alpha(self, server: ServerState) -> Tensor:
-        return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
-
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
-        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
-
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        return {"models": put(server["models"], cohort.ids, uploads.tensors)}
-
-    # Client: BatchNorm's statistics stay at home
-
-    def init_client(self) -> ClientState:
-        return self.task.layers.only_statistics(self.task.initial())
-
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        model, loss = sgd(self.task, {**download.tensors, **client}, data, self.training)
-        upload = Payload(self.task.layers.parameters(model), download.sent)
-        return LocalResult(self.task.layers.only_statistics(model), upload, model, loss)
-
-    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return {**download.tensors, **client}
 
 
 @dataclass(frozen=True, kw_only=True)
