@@ -20,7 +20,7 @@ check: install  ## lint, types, import contract
 	$(BIN)/lint-imports
 
 test: check  ## what must pass before a change lands
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2
 
 test-slow: install  ## the longer tests: real data, convergence
 	$(BIN)/pytest -m slow

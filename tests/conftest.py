@@ -15,6 +15,7 @@ from pfedla.contracts import Algorithm, LocalTraining, Params, ServerState
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
+from pfedla.errors import NotApplicableError
 from pfedla.models import task_of
 from pfedla.rounds import Round, run_rounds
 
@@ -54,6 +55,15 @@ def make(
     name: str, *, batch_norm: bool = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
 ) -> Algorithm:
     return create(name, task_of(TinyNet(batch_norm)), LocalTraining(lr, epochs, batch_size), options)
+
+
+def applies(name: str, batch_norm: bool) -> bool:
+    """Whether a method fits the tiny net: FedBN needs BatchNorm."""
+    try:
+        make(name, batch_norm=batch_norm).check(len(SIZES))
+    except NotApplicableError:
+        return False
+    return True
 
 
 def play(

@@ -363,7 +363,7 @@ def test_lists(pfedla) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("run -a pfedlo", "choose one of: local, fedavg, pfedla, heurpfedla"),
+        ("run -a pfedlo", "choose one of: local, fedavg, fedavg-ft"),
         ("run -d imagenet", "choose one of: digits, fashion-mnist, mnist, emnist"),
         ("run -d fashionmnist", "did you mean 'fashion-mnist'?"),
         ("run --set algorithm.neighbors=3", "did you mean 'neighbours'?"),

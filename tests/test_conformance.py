@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_same, flat, make, play
+from conftest import applies, assert_same, flat, make, play
 from safetensors.torch import save
 
 from pfedla.algorithms import ALGORITHMS
@@ -16,10 +16,15 @@ from pfedla.models import load_tensors
 from pfedla.rounds import everyone, sample_cohort
 from pfedla.tree import take
 
-pytestmark = [
-    pytest.mark.parametrize("name", ALGORITHMS),
-    pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"]),
-]
+pytestmark = pytest.mark.parametrize(
+    ("name", "batch_norm"),
+    [
+        pytest.param(name, batch_norm, id=f"{name}-{'batchnorm' if batch_norm else 'plain'}")
+        for name in ALGORITHMS
+        for batch_norm in (False, True)
+        if applies(name, batch_norm)
+    ],
+)
 
 
 def ends_equal(one: tuple, other: tuple, tolerance: float = 0.0) -> None:
@@ -61,7 +66,8 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, batch_norm: bool, 
 def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Federation) -> None:
     algorithm = make(name, batch_norm=batch_norm)
     threaded, vectorized = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
-    ends_equal(threaded, vectorized, tolerance=1e-5)
+    # FedFomo divides differences of losses on a few held-out examples by one another, which magnifies rounding.
+    ends_equal(threaded, vectorized, tolerance=1e-4 if name == "fedfomo" else 1e-5)
     for one, other in zip(threaded[0], vectorized[0], strict=True):
         torch.testing.assert_close(one.evaluation.loss, other.evaluation.loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one.training_loss, other.training_loss, rtol=1e-5, atol=1e-5)
@@ -96,30 +102,30 @@ def test_absent_clients_are_untouched(name: str, batch_norm: bool, federation: F
     initial = algorithm.init_client()
     for client in absent:
         assert_same(take({n: v for n, v in clients.items() if n in initial}, client), initial)
-    for group in ("models", "hypernetworks"):
+    for group in ("models", "hypernetworks", "embeddings", "affinity"):  # what the server keeps per client
         for before, after in zip(start.get(group, {}).values(), played[0].server.get(group, {}).values(), strict=True):
             assert torch.equal(before[absent], after[absent])
 
 
 def test_after_training_is_measured_on_the_trained_model(name: str, batch_norm: bool, federation: Federation) -> None:
-    """Recomputed from what the clients hold or sent after training."""
+    """Recomputed, with a module of its own, from the model that each client's update returns."""
     algorithm = make(name, batch_norm=batch_norm)
     with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
         server, cohort = algorithm.init_server(len(federation), seed=0), everyone(federation.num_examples, 1, 0)
-        trained = engine.train(cohort, algorithm.download(server, cohort))
-        engine.commit(cohort.ids)
-        private = engine.state()
-    for client in range(len(federation)):
-        tensors = {**take(trained.uploads.tensors, client), **take({n: private[n] for n in algorithm.init_client()}, client)}
-        module = load_tensors(algorithm.task.module, tensors)
-        x, y = federation.test[client]
-        with torch.no_grad():
-            loss = torch.nn.functional.cross_entropy(module(x), y)
-        assert trained.after_training.loss[client].item() == pytest.approx(loss.item(), abs=1e-6)
+        downloads = algorithm.download(server, cohort)
+        trained = engine.train(cohort, downloads)
+        for client in range(len(federation)):
+            data = engine._local_data(cohort, client)
+            result = algorithm.local_update(algorithm.init_client(), downloads.rows(client), data)
+            x, y = federation.test[client]
+            with torch.no_grad():
+                loss = torch.nn.functional.cross_entropy(load_tensors(algorithm.task.module, result.model)(x), y)
+            assert trained.after_training.loss[client].item() == pytest.approx(loss.item(), abs=1e-6)
+            assert not all(torch.equal(result.model[n], v) for n, v in algorithm.task.initial().items())
 
 
 def test_evaluation_is_of_what_the_next_round_would_send(name: str, batch_norm: bool, federation: Federation) -> None:
-    options = {"neighbours": 2} if "pfedla" in name else {}
+    options = {"neighbours": 2} if name in ("pfedla", "heurpfedla") else {}
     algorithm = make(name, batch_norm=batch_norm, **options)
     played, clients = play(algorithm, federation, rounds=range(1, 3))
     with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
@@ -167,7 +173,7 @@ def test_bytes_counted_are_bytes_sent(name: str, batch_norm: bool, federation: F
         for row in range(len(payload.sent)):
             sent = {
                 n: v[row].contiguous() for n, v in payload.tensors.items() if payload.sent[row, algorithm.task.layers.index[n]]
-            }
+            } | {f"extra/{n}": v[row].contiguous() for n, v in payload.extras.items()}
             message = save(sent) if sent else bytes(8)
             total += len(message) - 8 - int.from_bytes(message[:8], "little")
         return total
@@ -199,7 +205,7 @@ def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: F
             sent = downloads.sent[:, algorithm.task.layers.index[tensor_name]].view(-1, *[1] * (value.ndim - 1))
             return torch.where(sent, value, torch.full_like(value, 77))
 
-        bad = Payload({n: poisoned(n, v) for n, v in downloads.tensors.items()}, downloads.sent)
+        bad = downloads._replace(tensors={n: poisoned(n, v) for n, v in downloads.tensors.items()})
         assert_same(engine.train(cohort, downloads).uploads.tensors, engine.train(cohort, bad).uploads.tensors)
         assert torch.equal(engine.evaluate(cohort, downloads).loss, engine.evaluate(cohort, bad).loss)
 
@@ -207,7 +213,7 @@ def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: F
 def test_a_client_that_breaks_does_not_spoil_the_others(name: str, batch_norm: bool, federation: Federation) -> None:
     """What is not finite is refused: that client's state stays, the others' is as if it had not answered."""
     bad = federation.train[2]._replace(x=federation.train[2].x.clone())
-    bad.x[0, 0] = torch.inf
+    bad.x[:, 0] = torch.inf
     spoiled = Federation([*federation.train[:2], bad, *federation.train[3:]], federation.test, federation.classes)
     algorithm = make(name, batch_norm=batch_norm)
     start, before = play(algorithm, federation, rounds=range(1, 2))

@@ -13,6 +13,7 @@ import pytest
 
 import pfedla
 from pfedla import hypernetworks, layers
+from pfedla.algorithms import ALGORITHMS, options_model
 from pfedla.data.datasets import KNOWN
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +68,16 @@ def test_the_documents_are_finished_and_have_commands() -> None:
         assert "@@" not in text, path
         for target in re.findall(r"\]\(((?!http)[^)#]+)", text):
             assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_has_a_page_with_its_options(name: str) -> None:
+    page = ROOT / "docs" / "algorithms" / f"{'pfedla' if name == 'heurpfedla' else name}.md"
+    text = page.read_text(encoding="utf-8")
+    assert all(f"`{option}`" in text for option in options_model(ALGORITHMS[name]).model_fields), page
+    if name != "model-similarity":  # described with layer-similarity
+        assert "ersonal model" in text
+        assert "ost" in text
 
 
 def test_python_blocks_of_the_docs(pfedla) -> None:

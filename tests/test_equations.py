@@ -1,4 +1,4 @@
-"""Hand-worked numbers and the calculus of pFedLA."""
+"""Hand-worked numbers and the calculus of pFedLA and FedAvg; those of the other methods stand in test_<method>.py."""
 
 import dataclasses
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import FEATURES, TinyNet, make, play, toy_federation
+from conftest import FEATURES, TinyNet, applies, make, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms import ALGORITHMS
@@ -14,6 +14,16 @@ from pfedla.models import task_of
 from pfedla.simulation import simulate
 from pfedla.training import evaluate
 
+# Methods with rates of their own beside the common one: as large for so small a net, and large enough to explode.
+QUICK = {
+    "pfedme": {"personal_lr": 0.1, "eta": 0.05, "penalty": 5.0},
+    "per-fedavg": {"inner_lr": 0.1},
+}
+EXPLOSIVE = {
+    "pfedme": {"personal_lr": 1e38, "penalty": 1e-38},
+    "ditto": {"penalty": 0.0},
+    "fedamp": {"penalty": 0.0},
+}
 OPPOSITE = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0)
 
 
@@ -55,16 +65,19 @@ def test_the_opposite_sign_of_the_step_would_find_the_other_cluster() -> None:
     assert own_cluster_mass(algorithm.alpha(played[-1].server)).mean() < 0.05
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "per-fedavg hessian_free"])
 def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     losses = []
+    name, *flags = name.split()
     result = simulate(
         clusters((1.0,) * 6),
-        TinyNet(),
+        TinyNet(batch_norm=not applies(name, batch_norm=False)),
         name,
         rounds=25,
         lr=0.1,
         on_round=lambda r: losses.append(r.evaluation.loss.mean()),
+        **QUICK.get(name, {}),
+        **dict.fromkeys(flags, True),
     )
     assert losses[-1] < losses[0]
     assert result.accuracy.mean() > 0.5  # three classes
@@ -149,7 +162,8 @@ def test_batchnorm_and_batches_of_one_are_refused() -> None:
 def test_a_broken_model_is_never_right_and_never_kept() -> None:
     """With a rate at which training explodes, a client's last sound model stays, and the refusals are counted."""
     for name in ALGORITHMS:
-        result = simulate(toy_federation(), TinyNet(), name, rounds=3, lr=1e38)
+        module = TinyNet(batch_norm=not applies(name, batch_norm=False))
+        result = simulate(toy_federation(), module, name, rounds=3, lr=1e38, **EXPLOSIVE.get(name, {}))
         assert result.refused_uploads > 0
         assert all(value.isfinite().all() for model in result.models for value in model.values())
     nan = {name: torch.full_like(value, torch.nan) for name, value in TinyNet().state_dict().items()}

@@ -9,14 +9,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pfedla.algorithms import ALGORITHMS
+
 pytestmark = pytest.mark.slow
 
 FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--partition", "classes", "--local-epochs", 2)
 
 
-def test_all_methods_learn_on_fashion_mnist(pfedla, real, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
+def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
+    """A few rounds of every method: finite numbers, no two alike, FedBN only where there is BatchNorm."""
+    real(name)
+    code, out, err = pfedla(
+        "compare", "-a", "all", "-d", name, "--samples", 120, "--rounds", 3, "--local-epochs", 2, "--lr", 0.02, "--json"
+    )
+    assert code == 0, err
+    results = json.loads(out)
+    assert results.keys() == ALGORITHMS.keys()
+    assert ("not_applicable" in results["fedbn"]) == (name == "fashion-mnist")
+    ran = {method: one[0] for method, one in results.items() if "not_applicable" not in one}
+    assert all(result["loss"] is not None and result["refused_uploads"] == 0 for result in ran.values())
+    assert len({result["loss"] for result in ran.values()}) == len(ran)
+
+
+def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tmp_path: Path) -> None:
     real("fashion-mnist")
-    code, _, err = pfedla("compare", *FEDERATION, "--rounds", 6, "--lr", 0.02, "--out", "c", "-q")
+    code, _, err = pfedla(
+        "compare", "-a", "local,fedavg,pfedla,heurpfedla", *FEDERATION, "--rounds", 6, "--lr", 0.02, "--out", "c", "-q"
+    )
     assert code == 0, err
     results = {name: one[0] for name, one in json.loads((tmp_path / "c" / "comparison.json").read_text()).items()}
     assert results.keys() == {"local", "fedavg", "pfedla", "heurpfedla"}

@@ -16,6 +16,8 @@ def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
     total = torch.zeros(len(payload.sent), dtype=torch.int64)
     for name, value in payload.tensors.items():
         total += payload.sent[:, layers.index[name]] * (value[0].numel() * value.element_size())
+    for value in payload.extras.values():
+        total += value[0].numel() * value.element_size()
     return total
 
 

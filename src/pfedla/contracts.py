@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pfedla.layers import Layers
-from pfedla.tree import Params
+from pfedla.tree import Params, take
 
 __all__ = [
     "Algorithm", "ClientMetrics", "ClientState", "Cohort", "Engine", "LocalData", "LocalResult", "LocalTraining",
@@ -43,9 +43,10 @@ class Payload(NamedTuple):
 
     tensors: Params
     sent: Tensor  # bool per layer
+    extras: Params = {}  # noqa: RUF012 (never written into) what is no tensor of the model; always travels
 
     def rows(self, index: Tensor | int) -> "Payload":
-        return Payload({name: value[index] for name, value in self.tensors.items()}, self.sent[index])
+        return Payload(take(self.tensors, index), self.sent[index], take(self.extras, index))
 
 
 class LocalData(NamedTuple):
@@ -58,6 +59,8 @@ class LocalData(NamedTuple):
     y: Tensor
     order: Tensor  # [epochs, examples]
     crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see augmentation.py; [epochs, 0, 3]: images are used as they are
+    held_out_x: Tensor = torch.empty(0)  # held out of the *training* data, the same in every round; empty unless asked for
+    held_out_y: Tensor = torch.empty(0)
 
 
 class LocalResult(NamedTuple):
@@ -122,6 +125,7 @@ class Algorithm(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
     task: Task
     training: LocalTraining
 
@@ -147,8 +151,13 @@ class Algorithm(ABC):
         """One client's round; must run under torch.func.vmap."""
 
     @abstractmethod
-    def personalize(self, client: ClientState, download: Payload) -> Params:
-        """The model this client would deploy now: parameters and statistics; must run under torch.func.vmap."""
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+        """The model this client would deploy now: parameters and statistics; `data` are its training data."""
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of every client's training data that is held out for validation, fixed once."""
+        return 0.0
 
     def alpha(self, server: ServerState) -> Tensor | None:
         """[clients, layers, clients], i receives and j sends, for methods that learn it."""

@@ -28,11 +28,13 @@ class Layers:
     index: Mapping[str, int]  # tensor name -> position in `names`
     statistics: frozenset[str]  # the tensors that are not trained: buffers, and parameters that are frozen
     num_parameters: tuple[int, ...]  # per layer, statistics left out
+    kinds: tuple[type[nn.Module], ...]  # per layer, of its module
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
         names: list[str] = []
         sizes: list[int] = []
+        kinds: list[type[nn.Module]] = []
         index: dict[str, int] = {}
         seen: set[int] = set()
         statistics: set[str] = set()
@@ -45,6 +47,7 @@ class Layers:
             if trained:
                 names.append(module_name or "(root)")
                 sizes.append(sum(own[name].numel() for name in trained))
+                kinds.append(type(part))
                 index.update(dict.fromkeys(trained, len(names) - 1))
             rest = [name for name in own if name not in trained]
             rest += [prefix + name for name, _ in part.named_buffers(recurse=False)]
@@ -54,7 +57,7 @@ class Layers:
             else:
                 orphans += rest
         index.update(dict.fromkeys(orphans, 0))
-        return cls(tuple(names), index, frozenset(statistics), tuple(sizes))
+        return cls(tuple(names), index, frozenset(statistics), tuple(sizes), tuple(kinds))
 
     def __len__(self) -> int:
         return len(self.names)

@@ -93,7 +93,9 @@ def run_rounds(
 
 def refuse_bad(trained: Trained, downloads: Payload) -> tuple[Tensor, Trained, Payload]:
     """Leave out the clients that came back with numbers that are not finite: (their ids, the others, their downloads)."""
-    finite = trained.finite & finite_rows(trained.uploads.tensors, len(trained.finite))
+    finite = trained.finite
+    for tensors in (trained.uploads.tensors, trained.uploads.extras):
+        finite = finite & finite_rows(tensors, len(finite))
     if finite.all():
         return trained.cohort.ids[:0], trained, downloads
     accepted = Trained(

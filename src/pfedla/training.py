@@ -1,6 +1,6 @@
 """Local SGD and evaluation of one client; both run under torch.func.vmap."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +25,44 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
         start = stop
 
 
-def sgd(task: Task, tensors: Params, data: LocalData, training: LocalTraining) -> tuple[Params, Tensor]:
-    """Plain SGD over `data.order`; returns the trained tensors and the mean loss over the steps."""
-    parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
-    gradient = grad_and_value(task.loss, has_aux=True)
-    losses = []
-    for epoch, order in enumerate(data.order.unbind(0)):
+def batches(data: LocalData, training: LocalTraining, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of the local budget in the drawn order, or of some of its epochs."""
+    for epoch in range(len(data.order)) if epochs is None else epochs:
+        order = data.order[epoch]
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
         if training.augment:
             x = cropped(x, data.crops[epoch])
         for start, stop in batch_bounds(len(y), training.batch_size):
-            gradients, (loss, statistics) = gradient(parameters, statistics, x[start:stop], y[start:stop])
-            parameters = {name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in parameters.items()}
-            losses.append(loss)
-    return {**parameters, **statistics}, torch.stack(losses).mean()
+            yield x[start:stop], y[start:stop]
+
+
+def sgd(
+    task: Task, tensors: Params, data: LocalData, training: LocalTraining, *, epochs: range | None = None,
+    only: Container[str] | None = None, keep_statistics: bool = False, towards: Params | None = None, pull: float = 0.0,
+) -> tuple[Params, Tensor]:  # fmt: skip
+    """Plain SGD over `batches`; returns the trained tensors and the mean loss over the steps (without the pull).
+
+    `only` names the parameters that move; `keep_statistics` leaves BatchNorm's running statistics as they are; `pull` adds
+    pull/2 |parameters - towards|² to the objective.
+    """
+    parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
+    moving = {name: value for name, value in parameters.items() if only is None or name in only}
+    fixed = {name: value for name, value in parameters.items() if name not in moving}
+
+    def objective(moving: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
+        return task.loss({**fixed, **moving}, statistics, x, y)
+
+    gradient = grad_and_value(objective, has_aux=True)
+    losses = []
+    for x, y in batches(data, training, epochs):
+        gradients, (loss, updated) = gradient(moving, statistics, x, y)
+        statistics = statistics if keep_statistics else updated
+        if towards is not None:
+            gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
+        moving = {name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in moving.items()}
+        losses.append(loss)
+    mean = torch.stack(losses).mean() if losses else data.x.new_zeros(())
+    return {**{name: moving.get(name, value) for name, value in parameters.items()}, **statistics}, mean
 
 
 def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

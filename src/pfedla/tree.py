@@ -45,5 +45,11 @@ def finite_rows(stacked: Params, count: int) -> Tensor:
     return finite
 
 
+def finite_or(tree: Params, other: Params) -> Params:
+    """`tree` if all its numbers are finite, else `other`; runs under torch.func.vmap."""
+    finite = torch.stack([value.isfinite().all() for value in tree.values()]).all()
+    return {name: torch.where(finite, value, other[name]) for name, value in tree.items()}
+
+
 def is_finite(tree: Params) -> bool:
     return all(bool(value.isfinite().all()) for value in tree.values() if value.is_floating_point())

@@ -7,13 +7,32 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from pfedla.algorithms.apfl import APFL
+from pfedla.algorithms.ditto import Ditto
+from pfedla.algorithms.fedala import FedALA
+from pfedla.algorithms.fedamp import FedAMP
 from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.fedbn import FedBN
+from pfedla.algorithms.fedfomo import FedFomo
+from pfedla.algorithms.fedrep import FedRep
+from pfedla.algorithms.finetune import FedAvgFineTuned
+from pfedla.algorithms.lgfedavg import LGFedAvg
 from pfedla.algorithms.local import Local
+from pfedla.algorithms.perfedavg import PerFedAvg
+from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
+from pfedla.algorithms.pfedme import PFedMe
+from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.contracts import Algorithm, LocalTraining, Task
 from pfedla.errors import PfedlaError, unknown
 
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Local, FedAvg, PFedLA, HeurpFedLA)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.name: kind
+    for kind in (
+        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, PFedHN, FedBN, FedRep, FedFomo, Ditto, FedAMP, LGFedAvg, FedALA,
+        APFL, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA,
+    )
+}  # fmt: skip
 
 
 def find(name: str) -> type[Algorithm]:

@@ -44,5 +44,5 @@ class FedAvg(Algorithm):
         model, loss = sgd(self.task, download.tensors, data, self.training)
         return LocalResult(client=client, upload=Payload(model, download.sent), model=model, loss=loss)
 
-    def personalize(self, client: ClientState, download: Payload) -> Params:
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return download.tensors

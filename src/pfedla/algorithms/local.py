@@ -30,5 +30,5 @@ class Local(Algorithm):
         model, loss = sgd(self.task, client, data, self.training)
         return LocalResult(client=model, upload=Payload({}, download.sent), model=model, loss=loss)
 
-    def personalize(self, client: ClientState, download: Payload) -> Params:
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return client

@@ -126,7 +126,7 @@ class PFedLA(Algorithm):
         upload = Payload(self.task.layers.parameters(model), torch.ones_like(download.sent))
         return LocalResult({name: model[name] for name in client}, upload, model, loss)
 
-    def personalize(self, client: ClientState, download: Payload) -> Params:
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self._start(client, download)
 
 

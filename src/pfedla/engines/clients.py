@@ -23,14 +23,15 @@ from pfedla.contracts import (
     Recalibrate,
     Trained,
 )
-from pfedla.data.federation import Federation
+from pfedla.data.federation import Examples, Federation
 from pfedla.errors import PfedlaError
 from pfedla.seeds import generator
-from pfedla.tree import is_finite, stack, take
+from pfedla.tree import is_finite, stack
 
 Test = tuple[Tensor, Tensor]  # examples right, mean loss
 TRAINED = "__trained__"
 RECALIBRATION_EXAMPLES = 2048
+NO_DATA = LocalData(*[torch.empty(0)] * len(LocalData._fields))
 
 
 class SimulatedClients(ABC):
@@ -64,6 +65,7 @@ class SimulatedClients(ABC):
         uploads = Payload(
             {name: value.cpu() for name, value in stack([result.upload.tensors for result in results]).items()},
             torch.stack([result.upload.sent for result in results]).cpu(),
+            {name: value.cpu() for name, value in stack([result.upload.extras for result in results]).items()},
         )
         losses = torch.stack([result.loss for result in results]).cpu()
         finite = torch.tensor([is_finite(result.model) and is_finite(result.client) for result in results])
@@ -84,7 +86,7 @@ class SimulatedClients(ABC):
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         downloads = self._on_device(downloads)
-        models = [self._personal(client, downloads.rows(row)) for row, client in enumerate(cohort.ids.tolist())]
+        models = [self._personal(cohort, client, downloads.rows(row)) for row, client in enumerate(cohort.ids.tolist())]
         return [{name: value.cpu() for name, value in model.items()} for model in models]
 
     def state(self) -> Params:
@@ -95,7 +97,10 @@ class SimulatedClients(ABC):
     def load(self, state: Params) -> None:
         self._trained = state[TRAINED].clone()
         private = {name: value.to(self.device) for name, value in state.items() if name != TRAINED}
-        self._clients = [take(private, client) for client in range(len(self.federation))]
+        # Copies, not views: they then lie in memory as fresh tensors do, and small products round the same way.
+        self._clients = [
+            {name: value[client].clone() for name, value in private.items()} for client in range(len(self.federation))
+        ]
 
     def __enter__(self) -> Self:
         # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is cut up.
@@ -108,15 +113,28 @@ class SimulatedClients(ABC):
 
     # For one client
 
+    def _split(self, client: int, seed: int) -> tuple[Examples, Examples]:
+        """What a client trains on, and what it holds out of it for validation: fixed once, by the seed."""
+        x, y = self.federation.train[client]
+        held_out = min(int(len(y) * self.algorithm.held_out_share), max(0, len(y) - 2))  # BatchNorm needs two to train on
+        if not held_out:
+            return Examples(x, y), Examples(x[:0], y[:0])
+        order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, client))
+        kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
+        return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
+
     def _local_data(self, cohort: Cohort, client: int) -> LocalData:
-        examples = self.federation.train[client]
+        examples, held_out = self._split(client, cohort.seed)
         draws = generator(cohort.seed, "batches", cohort.round, client)
         training = self.algorithm.training
         order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(training.epochs)])
         # A stream of its own: with and without crops, the batches are the same.
         shaken = len(examples.y) if training.augment else 0
         crops = draw_crops(training.epochs, shaken, generator(cohort.seed, "crops", cohort.round, client))
-        return LocalData(self._inputs(examples.x), *(part.to(self.device) for part in (examples.y, order, crops)))
+        return LocalData(
+            x=self._inputs(examples.x), y=examples.y.to(self.device), order=order.to(self.device), crops=crops.to(self.device),
+            held_out_x=self._inputs(held_out.x), held_out_y=held_out.y.to(self.device),
+        )  # fmt: skip
 
     def _test_data(self, client: int) -> tuple[Tensor, Tensor]:
         examples = self.federation.test[client]
@@ -125,9 +143,10 @@ class SimulatedClients(ABC):
     def _inputs(self, x: Tensor) -> Tensor:
         return self.federation.normalised(x.to(self.device))
 
-    def _personal(self, client: int, download: Payload) -> Params:
+    def _personal(self, cohort: Cohort, client: int, download: Payload) -> Params:
         """The personal model; a client that never trained has no statistics of its own, they are estimated on a copy."""
-        model = self.algorithm.personalize(self._clients[client], download)
+        data = self._local_data(cohort, client) if self.algorithm.personalizes_on_data else NO_DATA
+        model = self.algorithm.personalize(self._clients[client], download, data)
         return self._recalibrated(model, client) if self._needs_recalibration(client) else model
 
     def _needs_recalibration(self, client: int) -> bool:
@@ -143,7 +162,8 @@ class SimulatedClients(ABC):
             return self.algorithm.task.recalibrated(model, self._inputs(x))
 
     def _on_device(self, payload: Payload) -> Payload:
-        return Payload({name: v.to(self.device) for name, v in payload.tensors.items()}, payload.sent.to(self.device))
+        tensors, extras = ({name: v.to(self.device) for name, v in part.items()} for part in (payload.tensors, payload.extras))
+        return Payload(tensors, payload.sent.to(self.device), extras)
 
 
 def usable_device(name: str) -> torch.device:

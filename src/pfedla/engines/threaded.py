@@ -26,7 +26,7 @@ class ThreadedEngine(SimulatedClients):
         return self._map(one, cohort)
 
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
-        return self._map(lambda row, client: self._test(self._personal(client, downloads.rows(row)), client), cohort)
+        return self._map(lambda row, client: self._test(self._personal(cohort, client, downloads.rows(row)), client), cohort)
 
     def _test(self, model: Params, client: int) -> Test:
         with torch.no_grad():

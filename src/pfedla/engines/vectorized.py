@@ -33,7 +33,7 @@ class VectorizedEngine(SimulatedClients):
         answers: dict[int, Test] = {}
         for rows, clients in self._groups(cohort):
             pairs = zip(rows, clients, strict=True)
-            models = stack([self._personal(client, downloads.rows(row)) for row, client in pairs])
+            models = stack([self._personal(cohort, client, downloads.rows(row)) for row, client in pairs])
             answers.update(zip(rows, self._test(models, clients), strict=True))
         return [answers[row] for row in range(len(cohort.ids))]
 

@@ -1,0 +1,91 @@
+"""What methods have in common: layers that stay at home, parameters that all travel, servers that keep everyone's model."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
+from pfedla.layers import mix
+from pfedla.training import sgd
+from pfedla.tree import put, repeat, weighted_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialFedAvg(Algorithm):
+    """A method says which layers are private and, if it differs, how a client trains."""
+
+    @abstractmethod
+    def private_layers(self) -> list[int]: ...
+
+    def _sent(self) -> Tensor:
+        sent = torch.ones(len(self.task.layers), dtype=torch.bool)
+        sent[self.private_layers()] = False
+        return sent
+
+    def _is_private(self, name: str) -> bool:
+        """A private layer's tensors, and all statistics: they belong to the client's data."""
+        return name in self.task.layers.statistics or self.task.layers.index[name] in self.private_layers()
+
+    def _shared(self, tensors: Params) -> Params:
+        return {name: value for name, value in tensors.items() if not self._is_private(name)}
+
+    # Server: FedAvg on what is shared
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        return {"model": self._shared(self.task.initial())}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        count = len(cohort.ids)
+        return Payload(repeat(server["model"], count), self._sent().expand(count, -1))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
+
+    # Client
+
+    def init_client(self) -> ClientState:
+        return {name: value for name, value in self.task.initial().items() if self._is_private(name)}
+
+    def _train(self, model: Params, data: LocalData) -> tuple[Params, Tensor]:
+        return sgd(self.task, model, data, self.training)
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        model, loss = self._train({**download.tensors, **client}, data)
+        private = {name: model[name] for name in client}
+        return LocalResult(private, Payload(self._shared(model), download.sent), model, loss)
+
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+        return {**download.tensors, **client}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsParameters(PartialFedAvg):
+    """All parameters travel, BatchNorm's statistics stay at home; on the server FedAvg, unless a method says otherwise."""
+
+    def private_layers(self) -> list[int]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsAllModels(SendsParameters):
+    """The server keeps everyone's last trained parameters and mixes them by weights that it computes from them."""
+
+    @abstractmethod
+    def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
+        """[receivers, layers, clients], rows summing to one."""
+
+    def alpha(self, server: ServerState) -> Tensor:
+        return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
+        return {"models": {name: value.clone() for name, value in common.items()}}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
+        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return {"models": put(server["models"], cohort.ids, uploads.tensors)}

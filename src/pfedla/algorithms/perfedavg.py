@@ -1,0 +1,93 @@
+"""Per-FedAvg: a common start from which one gradient step on a client's own data makes its model.
+
+Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach",
+NeurIPS 2020, Algorithm 1: min_w Σ f_i(w − α ∇f_i(w)). Names: α `inner_lr`, β `beta`, δ `delta`; the inner step is
+`_adapted`, the step of the meta-gradient (I − α ∇²f(w; D'')) ∇f(w − α ∇f(w; D); D') is in `local_update`, its
+Hessian-vector product is `_curvature`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import grad, grad_and_value
+
+from pfedla.algorithms.partial import SendsParameters
+from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.training import batches
+from pfedla.tree import finite_or, weighted_mean
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFedAvg(SendsParameters):
+    name: ClassVar[str] = "per-fedavg"
+    summary: ClassVar[str] = "a common start, adapted by one step on one's own data"
+    personalizes_on_data: ClassVar[bool] = True
+
+    # Not `alpha`: Algorithm.alpha are the learned weights of pFedLA.
+    inner_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01  # α
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = "auto"  # outer rate; auto: training.lr
+    hessian_free: bool = False  # False: first order, the Hessian is left out
+    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.001
+    weighted: bool = False  # True: FedAvg's weights n_i in place of the paper's plain mean
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)
+        return {"model": weighted_mean(uploads.tensors, weights)}
+
+    # Client
+
+    def _adapted(self, parameters: Params, statistics: Params, batch: Batch) -> Params:
+        """w − α ∇f(w; batch); the statistics are left as they are."""
+        gradients, _ = grad(self.task.loss, has_aux=True)(parameters, statistics, *batch)
+        return {name: torch.add(value, gradients[name], alpha=-self.inner_lr) for name, value in parameters.items()}
+
+    def _curvature(self, parameters: Params, statistics: Params, direction: Params, batch: Batch) -> Params:
+        """∇²f(w; batch) g for g = `direction`, by central differences around w."""
+        gradient = grad(self.task.loss, has_aux=True)
+        norm = torch.stack([value.square().sum() for value in direction.values()]).sum().sqrt()
+        # Departs from the paper: it moves w by δg, which for a large g is far away (and then NaN); here by δ at most.
+        step = self.delta / norm.clamp(min=1)
+        ahead, behind = (
+            gradient({n: value + sign * step * direction[n] for n, value in parameters.items()}, statistics, *batch)[0]
+            for sign in (1, -1)
+        )
+        return {name: (value - behind[name]) / (2 * step) for name, value in ahead.items()}
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        beta = self.training.lr if self.beta == "auto" else self.beta
+        meta_gradient = grad_and_value(self.task.loss, has_aux=True)
+        parameters, statistics = download.tensors, client
+        losses = []
+        for outer, inner, curved in self._triples(data):
+            adapted = self._adapted(parameters, statistics, inner)
+            # The statistics follow this evaluation only: it is of the kind of model that is deployed, once a step.
+            gradients, (loss, updated) = meta_gradient(adapted, statistics, *outer)
+            step = gradients
+            if self.hessian_free:
+                curvature = self._curvature(parameters, statistics, gradients, curved)
+                step = {name: torch.add(value, curvature[name], alpha=-self.inner_lr) for name, value in gradients.items()}
+            # From w, not from the adapted model.
+            parameters = {name: torch.add(value, step[name], alpha=-beta) for name, value in parameters.items()}
+            statistics = updated
+            losses.append(loss)
+        model = self.personalize(statistics, Payload(parameters, download.sent), data)
+        return LocalResult(statistics, Payload(parameters, download.sent), model, torch.stack(losses).mean())
+
+    def _triples(self, data: LocalData) -> Iterator[tuple[Batch, Batch, Batch]]:
+        """(D', D, D'') of every local step: D' is the batch of the common budget, D and D'' the two after it in its epoch."""
+        # Departs from the paper: the three are drawn without replacement, and coincide where an epoch has too few batches.
+        for epoch in range(len(data.order)):
+            drawn = list(batches(data, self.training, range(epoch, epoch + 1)))
+            for position, batch in enumerate(drawn):
+                yield batch, drawn[(position + 1) % len(drawn)], drawn[(position + 2) % len(drawn)]
+
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+        first = next(batches(data, self.training))
+        adapted = self._adapted(download.tensors, client, first)
+        return {**finite_or(adapted, download.tensors), **client}  # who breaks the model by adapting it does without

@@ -1,0 +1,109 @@
+"""pFedHN: one hypernetwork on the server, shared by all, writes every client's weights from the client's embedding.
+
+Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1.
+Tied to names: θ_i = h(v_i; φ) `_generate`; the gradient of φ and v_i, (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i) with θ̃_i the trained
+weights, `aggregate`; the step down it `_descend`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from pfedla.algorithms.partial import SendsParameters
+from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
+from pfedla.seeds import generator
+from pfedla.tree import take
+
+EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedHN(SendsParameters):
+    name: ClassVar[str] = "pfedhn"
+    summary: ClassVar[str] = "one hypernetwork writes every client's weights"
+
+    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0  # largest global norm of one client's gradient
+    embedding_size: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"  # int(1 + N/4)
+    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
+    hidden_layers: Annotated[int, Field(ge=0, le=100)] = 3  # after the first one
+
+    # The hypernetwork
+
+    def _parameters(self) -> Params:
+        """A model whose shapes are those to be written."""
+        return self.task.layers.parameters(self.task.initial())
+
+    def _linear(self, name: str, inputs: int, outputs: int, draws: torch.Generator) -> Params:
+        bound = 1 / math.sqrt(inputs)  # as nn.Linear starts
+        return {
+            f"{name}.weight": bound * (2 * torch.rand(outputs, inputs, generator=draws) - 1),
+            f"{name}.bias": bound * (2 * torch.rand(outputs, generator=draws) - 1),
+        }
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        draws = generator(seed, "hypernetwork")
+        size = int(1 + num_clients / 4) if self.embedding_size == "auto" else self.embedding_size
+        embeddings = {EMBEDDING: torch.randn(num_clients, size, generator=draws)}  # as nn.Embedding starts
+        network = self._linear("trunk0", size, self.hidden_size, draws)
+        for depth in range(1, self.hidden_layers + 1):
+            network |= self._linear(f"trunk{depth}", self.hidden_size, self.hidden_size, draws)
+        for name, value in self._parameters().items():
+            network |= self._linear(f"head.{name}", self.hidden_size, value.numel(), draws)
+        still = {name: torch.zeros_like(value) for name, value in {**embeddings, **network}.items()}
+        return {"embeddings": embeddings, "network": network, "momentum": still}
+
+    def _generate(self, network: Params, embedding: Tensor, like: Params) -> Params:
+        """One client's weights: a trunk with ReLU between its layers, one linear head per tensor, no output activation."""
+        hidden = F.linear(embedding, network["trunk0.weight"], network["trunk0.bias"])
+        for depth in range(1, self.hidden_layers + 1):
+            hidden = F.linear(hidden.relu(), network[f"trunk{depth}.weight"], network[f"trunk{depth}.bias"])
+        weights = {}
+        for name, value in like.items():
+            flat = F.linear(hidden, network[f"head.{name}.weight"], network[f"head.{name}.bias"])
+            weights[name] = flat.view(value.shape).to(value.dtype)
+        return weights
+
+    # Server
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        network, like = server["network"], self._parameters()
+        weights = vmap(lambda embedding: self._generate(network, embedding, like))(server["embeddings"][EMBEDDING][cohort.ids])
+        return Payload(weights, all_sent(len(cohort.ids), self.task.layers))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the other, in their
+        # order, each along the gradient at the snapshot that wrote its weights.
+        like = self._parameters()
+        wish = {name: value - uploads.tensors[name] for name, value in downloads.tensors.items()}  # θ_i - θ̃_i: we descend
+        after = {group: {name: value.clone() for name, value in tensors.items()} for group, tensors in server.items()}
+        for row, client in enumerate(cohort.ids.tolist()):  # one by one: a gradient is as large as the whole hypernetwork
+            pull_back = vjp(
+                lambda network, embedding: self._generate(network, embedding, like),
+                server["network"], server["embeddings"][EMBEDDING][client],
+            )[1]  # fmt: skip
+            network, embedding = pull_back(take(wish, row))
+            self._descend(after, client, {**network, EMBEDDING: embedding})
+        return after
+
+    def _descend(self, state: ServerState, client: int, gradient: Params) -> None:
+        """One step of SGD, written into `state`: clip, weight decay, momentum, as torch.optim.SGD does them."""
+        norm = float(torch.stack([torch.linalg.vector_norm(value) for value in gradient.values()]).norm())
+        if not math.isfinite(norm):
+            return  # a finite but huge upload can overflow it; such a step is not taken
+        scale = min(1.0, self.clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
+        # Departs from the paper: in its code decay and momentum move every embedding in every step; here a client that is
+        # away stays as it is.
+        moving = {**state["network"], EMBEDDING: state["embeddings"][EMBEDDING][client]}
+        momenta = {**state["momentum"], EMBEDDING: state["momentum"][EMBEDDING][client]}
+        for name, value in moving.items():  # views of `state`
+            momentum = momenta[name].mul_(self.momentum).add_(gradient[name], alpha=scale).add_(value, alpha=self.weight_decay)
+            value.sub_(momentum, alpha=self.hypernetwork_lr)

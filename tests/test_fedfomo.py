@@ -1,0 +1,296 @@
+"""FedFomo: the weights by hand, the choice of candidates, the held-out split, and the case in which it is Local."""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from conftest import TinyNet, assert_same, flat, play, toy_federation
+from torch import nn
+from torch.func import vmap
+
+from pfedla.algorithms.fedfomo import FedFomo
+from pfedla.algorithms.local import Local
+from pfedla.communication import payload_bytes
+from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload, ServerState
+from pfedla.data.federation import Federation
+from pfedla.engines import create_engine
+from pfedla.models import task_of
+from pfedla.rounds import everyone
+from pfedla.tree import stack
+
+NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
+
+
+def fedfomo(batch_norm: bool = False, **options: Any) -> FedFomo:
+    return FedFomo(task=task_of(TinyNet(batch_norm)), training=LocalTraining(0.1, 2, 5), **options)
+
+
+def cohort_of(*ids: int, round: int = 1, seed: int = 0) -> Cohort:
+    return Cohort(round, seed, torch.tensor(ids), torch.full((len(ids),), 10))
+
+
+def with_affinity(algorithm: FedFomo, affinity: list[list[float]]) -> ServerState:
+    server = algorithm.init_server(len(affinity), seed=0)
+    return {**server, "affinity": {"affinity": torch.tensor(affinity)}}
+
+
+# The client. One weight per class, one example x = 1 of class 0: the loss is log(1 + exp(b - a)).
+
+HAND = FedFomo(task=task_of(nn.Linear(1, 2, bias=False)), training=LocalTraining(0.0, 1, 5))
+ONE = LocalData(torch.ones(1, 1), torch.zeros(1).long(), torch.zeros(1, 1).long(), torch.empty(0), torch.ones(1, 1),
+                torch.zeros(1).long())  # fmt: skip
+
+
+def models(*pairs: tuple[float, float]) -> torch.Tensor:
+    return torch.tensor(pairs).unsqueeze(-1)
+
+
+def sent(*pairs: tuple[float, float]) -> Payload:
+    return Payload({}, torch.tensor([False]), {"candidate/weight": models(*pairs)})
+
+
+OWN = {"weight": models((0.0, 0.0))[0]}  # loss log 2
+
+
+def test_the_weights_by_hand_and_negative_ones_are_cut() -> None:
+    download = sent((log(3), 0.0), (0.0, log(3)), (log(7), 0.0))  # losses log 4/3, log 4, log 8/7
+    result = HAND.local_update(OWN, download, ONE)
+    by_hand = [log(2 / (4 / 3)) / log(3), log(2 / 4) / log(3), log(2 / (8 / 7)) / log(7)]
+    torch.testing.assert_close(result.upload.extras["weights"], torch.tensor(by_hand))
+    assert by_hand[1] < 0
+    first, last = by_hand[0] / (by_hand[0] + by_hand[2]), by_hand[2] / (by_hand[0] + by_hand[2])
+    expected = models((first * log(3) + last * log(7), 0.0))[0]
+    torch.testing.assert_close(result.model["weight"], expected)  # the rate is 0: training leaves the mix as it is
+    torch.testing.assert_close(HAND.personalize(OWN, download, ONE)["weight"], expected)
+    assert_same(result.client, result.model)
+    assert_same(result.upload.tensors, result.model)
+    assert result.upload.sent.tolist() == [True]
+
+
+def test_without_a_candidate_that_helps_the_own_model_is_kept() -> None:
+    worse = sent((0.0, 1.0), (-2.0, 0.0))
+    assert_same(HAND.personalize(OWN, worse, ONE), OWN)
+    assert (HAND.local_update(OWN, worse, ONE).upload.extras["weights"] < 0).all()
+
+
+def test_equal_models_weigh_nothing() -> None:
+    own = {"weight": models((0.3, -0.2))[0]}
+    equal = sent((0.3, -0.2), (0.3, -0.2))
+    assert HAND.local_update(own, equal, ONE).upload.extras["weights"].tolist() == [0.0, 0.0]
+    assert_same(HAND.personalize(own, equal, ONE), own)
+
+
+def test_a_broken_candidate_is_passed_over() -> None:
+    result = HAND.local_update(OWN, sent((-3e38, 3e38), (log(3), 0.0)), ONE)
+    assert result.upload.extras["weights"][0] == 0
+    torch.testing.assert_close(result.model["weight"], models((log(3), 0.0))[0])
+
+
+def test_without_held_out_data_the_own_model_is_kept() -> None:
+    nothing = ONE._replace(held_out_x=torch.empty(0, 1), held_out_y=torch.empty(0).long())
+    result = HAND.local_update(OWN, sent((log(3), 0.0), (1.0, 0.0)), nothing)
+    assert result.upload.extras["weights"].tolist() == [0.0, 0.0]
+    assert_same(result.model, OWN)
+    few = toy_federation((4, 9, 4))  # 4 examples: none is held out
+    played, clients = play(fedfomo(), few)
+    assert played[-1].refused.tolist() == []
+    assert all(value.isfinite().all() for value in clients.values())
+
+
+def test_the_mix_of_a_net_with_batchnorm_against_a_plain_loop() -> None:
+    """float64, under vmap: candidates are judged in eval mode with the client's own statistics."""
+    task = task_of(TinyNet(batch_norm=True, dtype=torch.float64))
+    algorithm = FedFomo(task=task, training=LocalTraining(0.1, 1, 5))
+    draws = torch.Generator().manual_seed(0)
+
+    def noisy(count: int, names: set[str]) -> dict:
+        initial = {n: v for n, v in task.initial().items() if n in names}
+        return {n: v + 0.5 * torch.rand(count, *v.shape, generator=draws, dtype=torch.float64) for n, v in initial.items()}
+
+    floats = {n for n, v in task.initial().items() if v.is_floating_point()}
+    parameters = set(task.layers.parameters(task.initial()))
+    counters = {"bn.num_batches_tracked": torch.tensor([3, 4])}
+    clients = {**noisy(2, floats), **counters}
+    others = stack([noisy(4, parameters) for _ in range(2)])
+    x, y = torch.randn(2, 6, 6, generator=draws, dtype=torch.float64), torch.randint(3, (2, 6), generator=draws)
+    data = LocalData(x, y, torch.zeros(2, 1, 6).long(), torch.empty(2, 0), x, y)
+    download = Payload({}, torch.zeros(2, 3).bool(), {f"candidate/{n}": v for n, v in others.items()})
+    mixed, weights = vmap(algorithm._mixed)(clients, download, data)
+    for i in range(2):
+
+        def loss(model: dict, i: int = i) -> torch.Tensor:
+            module = TinyNet(batch_norm=True, dtype=torch.float64).eval()
+            module.load_state_dict(model)
+            return nn.functional.cross_entropy(module(x[i]), y[i]).detach()
+
+        own = {n: v[i] for n, v in clients.items()}
+        raw = []
+        for m in range(4):
+            other = {n: others[n][i, m] for n in parameters}
+            distance = sum(float((other[n] - own[n]).square().sum()) for n in parameters) ** 0.5
+            raw.append(float(loss(own) - loss({**own, **other})) / distance)
+        torch.testing.assert_close(weights[i], torch.tensor(raw, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+        total = sum(max(w, 0.0) for w in raw)
+        assert total > 0
+        for n in own:
+            step = sum(max(w, 0.0) / total * (others[n][i, m] - own[n]) for m, w in enumerate(raw)) if n in parameters else 0
+            torch.testing.assert_close(mixed[n][i], own[n] + step, rtol=1e-9, atol=1e-12)
+
+
+# The server.
+
+
+def test_a_client_is_never_its_own_candidate_and_no_candidate_comes_twice() -> None:
+    for epsilon in (0.0, 0.5, 1.0):
+        algorithm = fedfomo(candidates=3, epsilon=epsilon, epsilon_decay=0.0)
+        own_best = with_affinity(algorithm, (10 * torch.eye(6)).tolist())
+        for round in range(1, 20):
+            choices = algorithm._choices(own_best, cohort_of(0, 2, 5, round=round))
+            assert choices.shape == (3, 3)
+            for client, row in zip((0, 2, 5), choices.tolist(), strict=True):
+                assert client not in row
+                assert len(set(row)) == 3
+
+
+def test_candidates_are_cut_to_the_other_clients() -> None:
+    algorithm = fedfomo(candidates=50)
+    assert sorted(algorithm._choices(algorithm.init_server(4, 0), cohort_of(1)).flatten().tolist()) == [0, 2, 3]
+    assert algorithm._choices(algorithm.init_server(1, 0), cohort_of(0)).shape == (1, 0)
+    alone, _ = play(algorithm, toy_federation((9,)))
+    assert alone[-1].evaluation.loss.isfinite().all()
+
+
+def test_epsilon_zero_takes_the_largest_affinity_ties_by_the_seed() -> None:
+    algorithm = fedfomo(candidates=2, epsilon=0.0)
+    server = with_affinity(algorithm, [[9.0, -1.0, 3.0, 1.0], [0.0] * 4, [5.0, 4.0, 0.0, 4.5], [0.0] * 4])
+    assert algorithm._choices(server, cohort_of(0, 2)).tolist() == [[2, 3], [0, 3]]
+    ties = Counter(tuple(algorithm._choices(server, cohort_of(1, round=round))[0].tolist()) for round in range(1, 200))
+    assert ties.keys() == {(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)}
+
+
+def test_epsilon_one_is_uniform_whatever_the_affinity() -> None:
+    algorithm = fedfomo(candidates=2, epsilon=1.0)
+    server = with_affinity(algorithm, [[0.0, 7.0, 7.0, 1.0, -5.0]] * 5)
+    draws = 1200
+    pairs = Counter(tuple(algorithm._choices(server, cohort_of(0, seed=seed))[0].tolist()) for seed in range(draws))
+    assert len(pairs) == 12
+    assert all(abs(count - 100) < 5 * 100**0.5 for count in pairs.values())
+
+
+def test_epsilon_falls_by_the_decay_every_round() -> None:
+    algorithm = fedfomo(candidates=1, epsilon=1.0, epsilon_decay=0.4)
+    server = with_affinity(algorithm, [[0.0, 1.0, 0.0, 0.0, 0.0]] * 5)
+    for round, epsilon in ((1, 1.0), (2, 0.6), (3, 0.2), (4, 0.0), (9, 0.0)):
+        best = sum(algorithm._choices(server, cohort_of(0, round=round, seed=seed)).item() == 1 for seed in range(400))
+        assert best / 400 == pytest.approx(1 - epsilon + epsilon / 4, abs=0.08 if epsilon else 0)
+
+
+def test_signed_weights_are_added_in_the_rows_of_the_cohort_only() -> None:
+    algorithm = fedfomo(candidates=2, epsilon=0.0)
+    start = [[0.0, -1.0, 3.0, 1.0], [0.5] * 4, [5.0, 4.0, 0.0, 4.5], [0.25] * 4]
+    server, cohort = with_affinity(algorithm, start), cohort_of(0, 2)
+    downloads = algorithm.download(server, cohort)
+    uploads = {name: torch.full((2, *value.shape[1:]), 2.0) for name, value in server["models"].items()}
+    weights = torch.tensor([[0.5, -2.0], [-0.25, 1.0]])  # for (2, 3) and (0, 3)
+    after = algorithm.aggregate(server, cohort, downloads, Payload(uploads, torch.ones(2, 2).bool(), {"weights": weights}))
+    assert after["affinity"]["affinity"].tolist() == [[0.0, -1.0, 3.5, -1.0], start[1], [4.75, 4.0, 0.0, 5.5], start[3]]
+    for name, value in after["models"].items():
+        assert (value[[0, 2]] == 2.0).all()
+        assert torch.equal(value[[1, 3]], server["models"][name][[1, 3]])
+
+
+def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None:
+    algorithm = fedfomo(batch_norm=True, candidates=3)
+    server, cohort = algorithm.init_server(6, 0), cohort_of(1, 4)
+    draws = torch.Generator().manual_seed(0)
+    server["models"] = {name: torch.randn(value.shape, generator=draws) for name, value in server["models"].items()}
+    downloads = algorithm.download(server, cohort)
+    choices = algorithm._choices(server, cohort)
+    assert not downloads.tensors
+    assert not downloads.sent.any()
+    for name, value in server["models"].items():
+        assert torch.equal(downloads.extras[f"candidate/{name}"], value[choices])
+    assert payload_bytes(downloads, algorithm.task.layers).tolist() == [3 * 63 * 4] * 2
+
+
+# The whole.
+
+
+def test_the_held_out_split_is_fixed_once_and_apart_from_training_and_test(federation: Federation) -> None:
+    with create_engine("threaded", fedfomo(), federation, device="cpu", threads=1, recalibrate="never") as engine:
+        for client, (x, y) in enumerate(federation.train):
+            first, later = (engine._local_data(everyone(federation.num_examples, round, 0), client) for round in (1, 7))
+            assert torch.equal(first.held_out_x, later.held_out_x)
+            assert torch.equal(first.held_out_y, later.held_out_y)
+            assert torch.equal(first.x, later.x)
+            kept, apart, test = (
+                {tuple(row) for row in part.tolist()} for part in (first.x, first.held_out_x, federation.test[client].x)
+            )
+            assert len(apart) == int(0.2 * len(y)) > 0
+            assert not kept & apart
+            assert kept | apart == {tuple(row) for row in x.tolist()}
+            assert not apart & test
+
+
+def test_in_the_first_round_everyone_keeps_its_own_and_later_not(federation: Federation) -> None:
+    algorithm = fedfomo()
+    played, _ = play(algorithm, federation)
+    assert not played[0].server["affinity"]["affinity"].any()
+    affinity = played[-1].server["affinity"]["affinity"]
+    assert (affinity > 0).any()
+    assert (affinity < 0).any()
+    assert not affinity.diagonal().any()
+    model = 53 * 4
+    assert played[-1].traffic.down_bytes == 3 * 6 * 5 * model
+    assert played[-1].traffic.up_bytes == 3 * 6 * (model + 5 * 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOnTheRest(Local):
+    @property
+    def held_out_share(self) -> float:
+        return 0.2
+
+
+@NORMS
+@pytest.mark.parametrize("engine", ["threaded", "vectorized"])
+def test_without_candidates_it_is_local_on_the_same_split(federation: Federation, batch_norm: bool, engine: str) -> None:
+    alone = fedfomo(batch_norm, candidates=0)
+    local = LocalOnTheRest(task=alone.task, training=alone.training)
+    (one, clients), (other, others) = (play(a, federation, participation=0.5, engine=engine) for a in (alone, local))
+    assert_same(clients, others)
+    assert torch.equal(one[-1].evaluation.loss, other[-1].evaluation.loss)
+    assert one[-1].traffic.down_bytes == 0
+
+
+@NORMS
+def test_the_engines_agree(federation: Federation, batch_norm: bool) -> None:
+    algorithm = fedfomo(batch_norm, candidates=3)
+    (one, clients), (other, other_clients) = (
+        play(algorithm, federation, participation=0.7, engine=engine) for engine in ("threaded", "vectorized")
+    )
+    assert_same(flat(one[-1].server), flat(other[-1].server), tolerance=1e-5)
+    assert_same(clients, other_clients, tolerance=1e-5)
+    torch.testing.assert_close(one[-1].evaluation.loss, other[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
+    assert one[-1].server["affinity"]["affinity"].any()
+
+
+def test_without_statistics_of_its_own_a_client_cannot_judge(federation: Federation) -> None:
+    """BatchNorm: one that never trained keeps its own model; after one round it judges."""
+    algorithm = FedFomo(task=task_of(TinyNet(batch_norm=True)), training=LocalTraining(0.1, 2, 5), validation_share=0.4)
+    played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 4))
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+        engine.load(clients)
+        cohort = everyone(federation.num_examples, 4, 0)
+        models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
+    never = [i for i in range(6) if not any(i in one.cohort.ids for one in played)]
+    initial = algorithm.task.initial()
+    fresh = algorithm._can_judge(algorithm.init_client())
+    assert not fresh
+    for client in never:
+        assert_same(models[client], initial)
+    trained = int(played[-1].cohort.ids[0])
+    assert algorithm._can_judge({name: value[trained] for name, value in clients.items() if name in initial})

@@ -1,0 +1,242 @@
+"""Per-FedAvg: hand-worked numbers, the errors usually made, and the case in which it is FedAvg."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TinyNet, assert_same, flat, make, play, toy_federation
+from torch import nn
+from torch.func import functional_call, grad, jvp
+
+from pfedla.algorithms.perfedavg import PerFedAvg
+from pfedla.contracts import Cohort, LocalData, LocalTraining, Params, Payload
+from pfedla.data.federation import Federation
+from pfedla.engines import create_engine
+from pfedla.models import ClassificationTask, task_of
+from pfedla.rounds import everyone
+from pfedla.training import batch_bounds
+
+NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
+ORDERS = pytest.mark.parametrize("hessian_free", [False, True], ids=["first-order", "hessian-free"])
+
+
+class Parabola(ClassificationTask):
+    """f(w; x) = (w − mean x)² / 2: its gradient is w − mean x, its Hessian 1. Keeps the batches it was evaluated on."""
+
+    seen: list[list[float]]
+
+    def loss(self, parameters: Params, statistics: Params, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Params]:
+        self.seen.append(x.tolist())
+        return (parameters["weight"] - x.mean()).square().sum() / 2, statistics
+
+
+def parabola(batch_size: int = 1, **options) -> PerFedAvg:
+    task = Parabola(nn.Linear(1, 1, bias=False).double())
+    task.seen = []
+    return PerFedAvg(task=task, training=LocalTraining(0.1, 1, batch_size), **options)
+
+
+def numbers(*values: float, epochs: int = 1) -> LocalData:
+    order = torch.arange(len(values)).repeat(epochs, 1)
+    return LocalData(torch.tensor(values, dtype=torch.float64), torch.zeros(len(values)).long(), order)
+
+
+def common(value: float) -> Payload:
+    return Payload({"weight": torch.tensor([[value]], dtype=torch.float64)}, torch.tensor([True]))
+
+
+def tiny(batch_norm: bool = False, dtype: torch.dtype = torch.float32, batch_size: int = 5, **options) -> PerFedAvg:
+    return PerFedAvg(task=task_of(TinyNet(batch_norm, dtype)), training=LocalTraining(0.1, 2, batch_size), **options)
+
+
+def double_client(size: int = 20, epochs: int = 1) -> LocalData:
+    x, y = toy_federation((size,)).train[0]
+    return LocalData(x.double(), y, torch.stack([torch.arange(size).roll(7 * epoch) for epoch in range(epochs)]))
+
+
+def test_a_clients_round_by_hand_first_order() -> None:
+    """Batches 4, 2, 8 from w = 0 with α = 0.5, β = 0.1 (the common rate).
+
+    D' 4, D 2: w̃ = 1,      g = −3,      w = 0.3
+    D' 2, D 8: w̃ = 4.15,   g = 2.15,    w = 0.3 − 0.215 = 0.085  (from w: with the step at w̃ it were 3.935)
+    D' 8, D 4: w̃ = 2.0425, g = −5.9575, w = 0.68075
+    """
+    result = parabola(inner_lr=0.5).local_update({}, common(0.0), numbers(4, 2, 8))
+    assert result.upload.tensors["weight"].item() == pytest.approx(0.68075, abs=1e-12)
+    assert result.model["weight"].item() == pytest.approx(0.68075 - 0.5 * (0.68075 - 4), abs=1e-12)  # on the first batch
+    assert result.loss.item() == pytest.approx((3**2 + 2.15**2 + 5.9575**2) / 6, abs=1e-12)
+
+
+def test_a_clients_round_by_hand_hessian_free() -> None:
+    """As above; the Hessian is 1, so the step is β (1 − α) g: w = 0.15, 0.15 − 0.10375, 0.04625 + 0.29884375."""
+    result = parabola(inner_lr=0.5, hessian_free=True).local_update({}, common(0.0), numbers(4, 2, 8))
+    assert result.upload.tensors["weight"].item() == pytest.approx(0.34509375, abs=1e-9)
+
+
+def test_the_outer_rate_is_the_common_one_unless_given() -> None:
+    moved = [
+        parabola(inner_lr=0.0, beta=beta).local_update({}, common(0.0), numbers(1)).upload.tensors["weight"].item()
+        for beta in ("auto", 0.001)
+    ]
+    assert moved == pytest.approx([0.1, 0.001])
+
+
+def test_the_server_takes_the_plain_mean_or_fedavgs() -> None:
+    cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
+    uploads = Payload({"weight": torch.tensor([[[1.0]], [[5.0]]])}, torch.ones(2, 1).bool())
+    for weighted, expected in ((False, 3.0), (True, 4.0)):
+        algorithm = parabola(weighted=weighted)
+        server = algorithm.init_server(5, seed=0)
+        after = algorithm.aggregate(server, cohort, algorithm.download(server, cohort), uploads)
+        assert after["model"]["weight"].item() == expected
+
+
+def test_the_three_batches_of_a_step_are_disjoint_and_the_second_is_the_common_one() -> None:
+    algorithm = parabola(batch_size=3, hessian_free=True)
+    algorithm.local_update({}, common(0.0), numbers(*range(11), epochs=2))
+    bounds = [list(range(*pair)) for pair in batch_bounds(11, 3)] * 2
+    seen = algorithm.task.seen
+    assert len(seen) == 4 * len(bounds) + 1  # the last one makes the model after training
+    for step, expected in enumerate(bounds):
+        inner, outer, ahead, behind = seen[4 * step : 4 * step + 4]
+        assert outer == expected
+        assert ahead == behind
+        assert len({*inner, *outer, *ahead}) == len(inner) + len(outer) + len(ahead)
+
+
+def test_with_few_batches_they_coincide_and_all_stays_finite() -> None:
+    for values, expected in (((4.0,), [[4], [4], [4]]), ((4.0, 2.0), [[2], [4], [4]])):
+        algorithm = parabola(hessian_free=True)
+        result = algorithm.local_update({}, common(0.0), numbers(*values))
+        assert algorithm.task.seen[:3] == expected  # D, D', D''
+        assert result.model["weight"].isfinite().all()
+
+
+@NORMS
+def test_the_curvature_is_autograds_hessian_vector_product(batch_norm: bool) -> None:
+    algorithm, data = tiny(batch_norm, torch.float64), double_client()
+    tensors = algorithm.task.initial()
+    parameters, statistics = algorithm.task.layers.parameters(tensors), algorithm.task.layers.only_statistics(tensors)
+    noise = torch.Generator().manual_seed(0)
+    unit = {name: torch.randn(value.shape, generator=noise, dtype=torch.float64) for name, value in parameters.items()}
+
+    def gradient(at: Params) -> Params:
+        return grad(lambda p: algorithm.task.loss(p, statistics, data.x, data.y)[0])(at)
+
+    exact = jvp(gradient, (parameters,), (unit,))[1]
+    for length in (1e-3, 1.0, 1e12):  # a move of w by δg would end far away at the last
+        direction = {name: length * value for name, value in unit.items()}
+        found = algorithm._curvature(parameters, statistics, direction, (data.x, data.y))
+        for name, value in found.items():
+            torch.testing.assert_close(value / length, exact[name], rtol=1e-3, atol=1e-5)
+
+
+def test_one_hessian_free_step_is_first_order_plus_the_exact_product() -> None:
+    """One full batch: the two uploads differ by β α ∇²f(w) g."""
+    first, data = tiny(dtype=torch.float64, batch_size=1000, inner_lr=0.5), double_client()
+    w = first.task.initial()
+    sent = torch.ones(2, dtype=torch.bool)
+    ends = [
+        dataclasses.replace(first, hessian_free=hessian_free).local_update({}, Payload(w, sent), data).upload.tensors
+        for hessian_free in (False, True)
+    ]
+
+    def gradient(at: Params) -> Params:
+        return grad(lambda p: first.task.loss(p, {}, data.x, data.y)[0])(at)
+
+    adapted = {name: value - 0.5 * gradient(w)[name] for name, value in w.items()}
+    exact = jvp(gradient, (w,), (gradient(adapted),))[1]
+    for name in w:
+        difference = ends[1][name] - ends[0][name]
+        assert difference.norm() > 1e-4
+        torch.testing.assert_close(difference, 0.1 * 0.5 * exact[name], rtol=1e-3, atol=1e-7)
+
+
+@NORMS
+def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
+    """The slow twin: a module, autograd, and w restored by hand before the second step."""
+    algorithm, data = tiny(batch_norm, torch.float64, inner_lr=0.3, beta=0.2), double_client(epochs=2)
+    initial = algorithm.task.initial()
+    shared, private = algorithm._shared(initial), algorithm.init_client()
+    result = algorithm.local_update(private, Payload(shared, algorithm._sent()), data)
+    module = TinyNet(batch_norm, torch.float64).train()
+    frozen = TinyNet(batch_norm, torch.float64).train()  # takes the statistics of the inner steps
+
+    def gradients(net: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(F.cross_entropy(net(data.x[rows]), data.y[rows]), list(net.parameters())))
+
+    for order in data.order:
+        bounds = list(batch_bounds(20, 5))
+        for step, (start, stop) in enumerate(bounds):
+            following = slice(*bounds[(step + 1) % len(bounds)])
+            w = [value.detach().clone() for value in module.parameters()]
+            with torch.no_grad():
+                for value, own in zip(frozen.parameters(), w, strict=True):
+                    value.copy_(own)
+            inner = gradients(frozen, order[following])
+            with torch.no_grad():
+                for value, slope in zip(module.parameters(), inner, strict=True):
+                    value -= 0.3 * slope
+            outer = gradients(module, order[start:stop])
+            with torch.no_grad():
+                for value, own, slope in zip(module.parameters(), w, outer, strict=True):
+                    value.copy_(own - 0.2 * slope)
+    tensors = {**result.upload.tensors, **result.client}
+    assert_same(tensors, {name: module.state_dict()[name] for name in tensors}, tolerance=1e-12)
+
+
+def personal(algorithm: PerFedAvg, federation: Federation) -> list[Params]:
+    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+        cohort = everyone(federation.num_examples, 1, 0)
+        return engine.personal_models(cohort, algorithm.download(algorithm.init_server(6, seed=0), cohort))
+
+
+@NORMS
+def test_the_personal_model_is_one_step_on_training_data_never_test_data(federation: Federation, batch_norm: bool) -> None:
+    algorithm = tiny(batch_norm, inner_lr=0.2, batch_size=1000)
+    other = toy_federation(seed=1)
+    models = personal(algorithm, federation)
+    for one, two in zip(models, personal(algorithm, Federation(federation.train, other.test, ("0", "1", "2"))), strict=True):
+        assert_same(one, two)
+    changed = personal(algorithm, Federation(other.train, federation.test, ("0", "1", "2")))
+    assert not torch.equal(models[0]["fc2.weight"], changed[0]["fc2.weight"])
+
+    net = TinyNet(batch_norm).train()
+    x, y = federation.train[3]
+    F.cross_entropy(functional_call(net, dict(net.named_parameters()), (x,)), y).backward()
+    for name, value in net.named_parameters():
+        torch.testing.assert_close(models[3][name], value.detach() - 0.2 * value.grad, rtol=1e-5, atol=1e-6)
+    for name, value in TinyNet(batch_norm).named_buffers():
+        assert torch.equal(models[3][name], value)  # the client's own, untouched by the adaptation
+
+
+def test_statistics_stay_with_the_client_and_move_once_a_step(federation: Federation) -> None:
+    algorithm = tiny(batch_norm=True, hessian_free=True)
+    played, clients = play(algorithm, federation, rounds=range(1, 2))
+    assert not any(name in algorithm.task.layers.statistics for name in played[0].server["model"])
+    steps = [2 * len(list(batch_bounds(int(n), 5))) for n in federation.num_examples]
+    assert clients["bn.num_batches_tracked"].tolist() == steps
+
+
+@NORMS
+@pytest.mark.parametrize("beta", ["auto", 0.05])
+def test_without_inner_rate_and_with_fedavgs_weights_it_is_fedavg(
+    federation: Federation, batch_norm: bool, beta: float | str
+) -> None:
+    """Bit for bit; the common batches are D'. FedAvg's statistics travel and these do not, so the parameters are compared."""
+    algorithm = tiny(batch_norm, inner_lr=0.0, weighted=True, beta=beta)
+    fedavg = make("fedavg", batch_norm=batch_norm, lr=0.1 if beta == "auto" else beta)
+    ours, theirs = (play(one, federation, participation=0.7)[0][-1].server["model"] for one in (algorithm, fedavg))
+    assert_same(ours, algorithm.task.layers.parameters(theirs))
+
+
+@NORMS
+@ORDERS
+def test_vectorized_equals_threaded(federation: Federation, batch_norm: bool, hessian_free: bool) -> None:
+    algorithm = tiny(batch_norm, hessian_free=hessian_free)
+    (one, state), (two, other) = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
+    assert_same(flat(one[-1].server), flat(two[-1].server), tolerance=1e-5)
+    assert_same(state, other, tolerance=1e-5)
+    torch.testing.assert_close(one[-1].evaluation.loss, two[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one[-1].after_training.loss, two[-1].after_training.loss, rtol=1e-5, atol=1e-5)
