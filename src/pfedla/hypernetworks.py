@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from pfedla.layers import Layers
-from pfedla.tree import Params, repeat
+from pfedla.tree import Params, copies
 
 TRUNK_DEPTH = 3
 
@@ -53,7 +53,7 @@ class LayerWeightHypernetwork:
         # Zero logits are uniform under softmax; ReLU needs a positive start to be uniform and alive.
         start = 0.0 if self.normalise == "softmax" else 1.0
         one["heads.bias"] = torch.full((self.num_layers, self.num_senders), start)
-        return {name: value.clone() for name, value in repeat(one, num_clients).items()}
+        return copies(one, num_clients)
 
     def _alpha_of_one(self, tensors: Params, own: Tensor) -> Tensor:
         hidden = tensors["embedding"]

@@ -27,6 +27,11 @@ def repeat(tree: Params, count: int) -> Params:
     return {name: value.expand(count, *value.shape) for name, value in tree.items()}
 
 
+def copies(tree: Params, count: int) -> Params:
+    """`count` equal rows, each in memory of its own."""
+    return {name: value.clone() for name, value in repeat(tree, count).items()}
+
+
 def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     """Mean over the client axis; `weights` need not sum to one. Integers are counters: the largest is taken, never a mean."""
     share = weights / weights.sum()

@@ -15,7 +15,7 @@ from torch import Tensor
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.seeds import generator
 from pfedla.training import evaluate, sgd
-from pfedla.tree import put, repeat, take
+from pfedla.tree import copies, put, take
 
 PREFIX = "candidate/"
 
@@ -38,9 +38,8 @@ class FedFomo(Algorithm):
     # Server
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
         return {
-            "models": {name: value.clone() for name, value in common.items()},  # everyone's last trained parameters
+            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # everyone's last trained
             "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # P[i, n]: how much n has helped i so far
         }
 

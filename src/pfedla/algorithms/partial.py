@@ -9,7 +9,7 @@ from torch import Tensor
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
 from pfedla.layers import mix
 from pfedla.training import sgd
-from pfedla.tree import put, repeat, weighted_mean
+from pfedla.tree import copies, put, repeat, weighted_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,7 @@ class KeepsAllModels(SendsParameters):
         return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
-        return {"models": {name: value.clone() for name, value in common.items()}}
+        return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)

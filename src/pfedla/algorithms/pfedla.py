@@ -17,7 +17,7 @@ from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, normal
 from pfedla.layers import choose, mix
 from pfedla.seeds import generator
 from pfedla.training import sgd
-from pfedla.tree import finite_rows, put, repeat, take
+from pfedla.tree import copies, finite_rows, put, take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,8 @@ class PFedLA(Algorithm):
         )
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        common = repeat(self.task.layers.parameters(self.task.initial()), num_clients)
         return {
-            "models": {name: value.clone() for name, value in common.items()},  # Θ: everyone's last trained parameters
+            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # Θ: everyone's last trained
             "hypernetworks": self._hypernetwork(num_clients).init(num_clients, generator(seed, "hypernetwork")),
         }
 

@@ -14,8 +14,7 @@ from pfedla.errors import PfedlaError
 Array = npt.NDArray[Any]
 PLAIN = "save plain arrays with numpy.savez (names as y.astype(str))"
 UNREADABLE = (  # what numpy and zipfile raise on damaged files
-    OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, NotImplementedError, RuntimeError,
-    zipfile.BadZipFile, zlib.error,
+    OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from typing import IO, cast
 from pfedla.errors import PfedlaError
 
 LARGEST_MEMBER = 2**30  # bytes
-UNREADABLE_ZIP = (NotImplementedError, RuntimeError)  # what zipfile raises on damaged flags
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def unpack(archive: Path, target: Path, members: tuple[str, ...], digests: Mappi
                 with content as source, (Path(scratch) / path.name).open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
                 found.append(path.name)
-        except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, *UNREADABLE_ZIP) as error:
+        except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError) as error:
             raise PfedlaError(f"{archive}: damaged or incomplete ({error}); delete it and fetch it anew") from error
         if lacking := [name for name in members if name not in found]:
             raise PfedlaError(f"{archive}: has no {', '.join(lacking)}; the archive is not used")
