@@ -314,7 +314,7 @@ def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
     for change, message in (
         ({"fc2.bias": torch.zeros(11)}, "fc2.bias is"),
         ({"fc2.bias": torch.full((10,), torch.nan)}, "not finite"),
-        ({"more": torch.zeros(1)}, "not part of the model"),
+        ({"more": torch.zeros(1)}, "'more' does not belong there"),
     ):
         save_file({**good, **change}, path)
         code, _, err = pfedla("evaluate", "r", "--client", 0)

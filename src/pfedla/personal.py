@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pfedla.data.own import load_npz
 from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import Experiment, build_federation, read_toml
+from pfedla.files import read_json, read_tensors
 from pfedla.models import build_model, load_tensors, task_of
 from pfedla.results import new_folder
 from pfedla.training import evaluate
@@ -78,26 +78,13 @@ def load_personal(run: Path, client: str) -> PersonalModel:
             hint = f"; it holds runs: {', '.join(inside)}" if inside else ""
             raise PfedlaError(f"{run} is not a finished run: it has no {name}{hint}")
     try:
-        federation = FederationFile.model_validate_json((run / "federation.json").read_bytes())
-    except (OSError, ValidationError) as error:
+        federation = FederationFile.model_validate(read_json(run / "federation.json"))
+    except ValidationError as error:
         raise PfedlaError(f"{run / 'federation.json'} is damaged: {str(error).splitlines()[0]}") from None
     experiment = Experiment.parse(read_toml(run / "experiment.toml"))
     position = _position(client, federation.clients)
     module = build_model(experiment.model, federation.shape, len(federation.classes), torch.Generator())
-    path = run / "models" / f"client-{position}.safetensors"
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise PfedlaError(f"{path}: cannot be read ({error})") from None
-    expected = task_of(module).initial()
-    for name in sorted(expected.keys() | tensors.keys()):
-        if name not in tensors or name not in expected:
-            raise PfedlaError(f"{path}: tensor {name!r} is {'missing' if name in expected else 'not part of the model'}")
-        found, wanted = tensors[name], expected[name]
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            raise PfedlaError(f"{path}: {name} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}")
-        if found.is_floating_point() and not found.isfinite().all():
-            raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
+    tensors = read_tensors(run / "models" / f"client-{position}.safetensors", task_of(module).initial())
     return PersonalModel(run, position, module, tensors, experiment, federation)
 
 

@@ -1,0 +1,83 @@
+"""Files from strangers: what a file claims is compared with what is expected before anything of its size is allocated."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pfedla.errors import PfedlaError
+from pfedla.tree import Params
+
+LARGEST_JSON = 64 * 2**20  # bytes
+DTYPES = {  # as safetensors names them
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params:
+    """The tensors of a safetensors file whose names, shapes and dtypes are those of `expected` (which may be on "meta")."""
+    check_size(path, None)
+    try:
+        with safe_open(path, framework="pt") as file:
+            _check_header(path, file, expected)
+            tensors = {name: file.get_tensor(name) for name in expected}
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
+        raise PfedlaError(f"{path}: cannot be read ({error})") from None
+    for name, value in tensors.items():
+        if finite and value.is_floating_point() and not value.isfinite().all():
+            raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
+    return tensors
+
+
+def _check_header(path: Path, file: Any, expected: Params) -> None:
+    found = set(file.keys())
+    for name in sorted(expected.keys() | found):
+        if name not in found or name not in expected:
+            raise PfedlaError(f"{path}: tensor {name!r:.100} {'is missing' if name in expected else 'does not belong there'}")
+        part, wanted = file.get_slice(name), expected[name]
+        shape, code = tuple(part.get_shape()), part.get_dtype()
+        if shape != tuple(wanted.shape) or DTYPES.get(code) != wanted.dtype:
+            is_now = f"{_word(DTYPES.get(code, code))} {shape}"
+            raise PfedlaError(f"{path}: {name} is {is_now}, not {_word(wanted.dtype)} {tuple(wanted.shape)}")
+
+
+def _word(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
+    """What a JSON file holds: strictly JSON, so without NaN and Infinity, and nothing that could not be written again."""
+    check_size(path, limit)
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        json.dumps(content, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair can be read but never written
+    except (OSError, ValueError, RecursionError) as error:
+        raise PfedlaError(f"{path} is damaged: {error}") from None
+    return content
+
+
+def check_size(path: Path, limit: int | None) -> None:
+    """Refuse what is no file, or too large to be what it should be, before it is opened: a pipe or device never ends."""
+    try:
+        is_file, size = path.is_file(), path.stat().st_size
+    except OSError as error:
+        raise PfedlaError(f"{path}: cannot be read ({error.strerror})") from None
+    if not is_file:
+        raise PfedlaError(f"{path}: cannot be read (not a file)")
+    if limit is not None and size > limit:
+        raise PfedlaError(f"{path} is damaged: it has {size} bytes, at most {limit} are read")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.40} is too large")
+    return number
