@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from pfedla.algorithms import create
 from pfedla.cli import main
 from pfedla.communication import Traffic
-from pfedla.contracts import Algorithm, LocalTraining, Params, ServerState
+from pfedla.contracts import Algorithm, Cohort, Engine, LocalTraining, Params, Payload, ServerState
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
+from pfedla.engines.clients import NO_FAULTS
 from pfedla.errors import NotApplicableError
+from pfedla.faults import Faults
 from pfedla.models import task_of
 from pfedla.rounds import Round, run_rounds
+from pfedla.uploads import NO_ANSWER, Accepted, accept
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
@@ -70,19 +73,31 @@ def play(
     algorithm: Algorithm, federation: Federation, *, rounds: range = range(1, 4), participation: float = 1.0,
     engine: str = "threaded", threads: int = 2, evaluate_every: int = 1, seed: int = 0,
     server: ServerState | None = None, clients: Params | None = None, traffic: Traffic | None = None,
+    faults: Faults = NO_FAULTS, norm_bound: float | None = None,
 ) -> tuple[list[Round], Params]:  # fmt: skip
     """Rounds played, and everybody's private state after them."""
     server = server or algorithm.init_server(len(federation), seed)
-    with create_engine(engine, algorithm, federation, device="cpu", threads=threads, recalibrate="unsampled") as where:
+    with create_engine(
+        engine, algorithm, federation, device="cpu", threads=threads, recalibrate="unsampled", faults=faults
+    ) as where:
         if clients is not None:
             where.load(clients)
         played = list(
             run_rounds(
                 algorithm, where, federation.num_examples, server, rounds=rounds, participation=participation,
-                evaluate_every=evaluate_every, seed=seed, traffic=traffic,
+                evaluate_every=evaluate_every, seed=seed, traffic=traffic, norm_bound=norm_bound,
             )
         )  # fmt: skip
         return played, where.state()
+
+
+def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> Accepted:
+    """What a cohort's training brings in, all of it sound; only of some clients, if they are named."""
+    answers = engine.train(cohort, downloads)
+    kept = [answer if not ids or client in ids else NO_ANSWER for client, answer in zip(cohort.ids, answers, strict=True)]
+    accepted, failures = accept(engine.algorithm, cohort, downloads, kept, None)
+    assert len(accepted.cohort.ids) == (len(ids) or len(answers)), failures
+    return accepted
 
 
 def flat(state: ServerState) -> Params:

@@ -41,14 +41,14 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "heurpfedla-digits-classes-s0"
     assert {path.name for path in run.iterdir()} == {
         "experiment.toml", "environment.json", "federation.json", "rounds.jsonl", "result.json", "alpha.safetensors",
-        "models", "learning_curve.png", "alpha.png", "self_weight.png",
+        "models", "learning_curve.png", "alpha.png", "self_weight.png", "checkpoints", ".lock",
     }  # fmt: skip
     assert {path.name for path in (run / "models").iterdir()} == {f"client-{i}.safetensors" for i in range(4)}
     lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2]
     assert lines[0].keys() == {
         "round", "accuracy", "loss", "accuracy_after_training", "training_loss", "seconds", "down_bytes", "up_bytes",
-        "evaluation_bytes", "cohort", "retained", "refused",
+        "evaluation_bytes", "cohort", "retained", "failures",
     }  # fmt: skip
     assert lines[0]["accuracy"].keys() == {"mean", "std", "p10", "worst"}
     assert lines[0]["seconds"].keys() == {"train", "server", "evaluate"}
@@ -156,7 +156,7 @@ def test_a_run_that_fails_before_its_first_round_leaves_no_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pfedla.results.RunFolder.add_round", full)
+    monkeypatch.setattr("pfedla.results.RunFolder.add_line", full)
     code, _, err = pfedla("run", *QUICK, "-q", "--out", "r")
     assert code == 1
     assert "No space left" in err

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from conftest import applies, assert_same, flat, make, play
+from conftest import applies, assert_same, flat, make, play, received
 from safetensors.torch import save
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.communication import payload_bytes
-from pfedla.contracts import Payload
+from pfedla.contracts import Failure, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.models import load_tensors
@@ -43,7 +43,7 @@ def test_nothing_handed_in_is_written_into(name: str, batch_norm: bool, federati
         cohort = everyone(federation.num_examples, 1, 0)
         downloads = algorithm.download(server, cohort)
         before = copy.deepcopy((flat(server), downloads.tensors, engine.state()))
-        trained = engine.train(cohort, downloads)
+        trained = received(engine, cohort, downloads)
         uploads = copy.deepcopy(trained.uploads.tensors)
         algorithm.aggregate(server, cohort, downloads, trained.uploads)
         engine.evaluate(cohort, downloads)
@@ -113,7 +113,7 @@ def test_after_training_is_measured_on_the_trained_model(name: str, batch_norm: 
     with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
         server, cohort = algorithm.init_server(len(federation), seed=0), everyone(federation.num_examples, 1, 0)
         downloads = algorithm.download(server, cohort)
-        trained = engine.train(cohort, downloads)
+        trained = received(engine, cohort, downloads)
         for client in range(len(federation)):
             data = engine._local_data(cohort, client)
             result = algorithm.local_update(algorithm.init_client(), downloads.rows(client), data)
@@ -184,7 +184,7 @@ def test_bytes_counted_are_bytes_sent(name: str, batch_norm: bool, federation: F
         for number in range(1, 4):
             cohort = sample_cohort(federation.num_examples, number, 1.0, 0)
             downloads = algorithm.download(server, cohort)
-            trained = engine.train(cohort, downloads)
+            trained = received(engine, cohort, downloads)
             server = algorithm.aggregate(server, cohort, downloads, trained.uploads)
             engine.commit(cohort.ids)
             assert int(payload_bytes(downloads, algorithm.task.layers).sum()) == encoded(downloads)
@@ -206,7 +206,7 @@ def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: F
             return torch.where(sent, value, torch.full_like(value, 77))
 
         bad = downloads._replace(tensors={n: poisoned(n, v) for n, v in downloads.tensors.items()})
-        assert_same(engine.train(cohort, downloads).uploads.tensors, engine.train(cohort, bad).uploads.tensors)
+        assert_same(*(received(engine, cohort, sent).uploads.tensors for sent in (downloads, bad)))
         assert torch.equal(engine.evaluate(cohort, downloads).loss, engine.evaluate(cohort, bad).loss)
 
 
@@ -224,11 +224,11 @@ def test_a_client_that_breaks_does_not_spoil_the_others(name: str, batch_norm: b
         engine.load(before)
         cohort = everyone(federation.num_examples, 2, 0)
         downloads = algorithm.download(server, cohort)
-        uploads = engine.train(cohort, downloads).uploads
+        uploads = received(engine, cohort, downloads).uploads
         engine.commit(others)
         expected = algorithm.aggregate(server, cohort.only(others), downloads.rows(others), uploads.rows(others))
         expected_clients = engine.state()
-    assert played[0].refused.tolist() == [2]
+    assert played[0].failures == {2: Failure("not finite")}
     assert played[0].cohort.ids.tolist() == others.tolist()
     assert_same(flat(played[0].server), flat(expected))
     assert_same(clients, expected_clients)

@@ -14,6 +14,7 @@ from pfedla.cli_data import data_app
 from pfedla.cli_options import (
     Augment,
     BatchSize,
+    CheckpointRounds,
     Clients,
     Dataset,
     Device,
@@ -27,13 +28,15 @@ from pfedla.cli_options import (
     Participation,
     Partition,
     Quiet,
+    Resume,
     Rounds,
     Samples,
     Setting,
     Threads,
     out_console,
 )  # fmt: skip
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, Stopped
+from pfedla.interruption import EXIT_CODE, Interruption
 
 app = typer.Typer(
     help="Personalised federated learning: learn how much of each layer to borrow from whom.",
@@ -54,36 +57,45 @@ def run(
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None,
     seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
-    engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, setting: Setting = None,
-    quiet: Quiet = False, as_json: Json = False,
+    engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, resume: Resume = False,
+    checkpoint_rounds: CheckpointRounds = None, setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train one algorithm on a federation; leaves a run folder with numbers, personal models and pictures.
 
     Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
+
+    Ctrl-C or SIGTERM stops it where it can go on: pfedla run RUN --resume; with more --rounds it is extended.
     """
     given = locals()
     from pfedla.console import Reporter
     from pfedla.experiment import Experiment, build
     from pfedla.options import gather
-    from pfedla.results import RunFolder, free_folder, run_built
+    from pfedla.results import RUNS, folder_name, last_numbered, numbered, run_built
+    from pfedla.run_folder import RunFolder
 
     built = build(Experiment.parse(gather(given)))
-    folder = RunFolder(out or free_folder(built.experiment))
-    with Reporter(built.experiment.rounds, quiet or as_json, folder.path) as reporter:
+    named = RUNS / folder_name(built.experiment)
+    if resume and out is None:
+        out = file if file is not None and file.is_dir() else last_numbered(named)
+    folder = RunFolder(out or numbered(named), resume=resume)
+    with (
+        Interruption(quiet or as_json) as interruption,
+        Reporter(built.experiment.rounds, quiet or as_json, folder.path) as reporter,
+    ):
+        folder.stopping = interruption.wanted
         reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
-        result = run_built(built, folder, reporter.on_round)
+        result = run_built(built, folder, reporter)
     if as_json:
         print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
-        from pfedla.report.tables import leak_line, result_table, traffic_line
+        from pfedla.report.tables import failures_line, result_table, traffic_line, warnings
 
         out_console.print(result_table(result))
-        _print_leak(leak_line([result]))
+        _print_lines(warnings([result]))
         seconds = f"{result['seconds']['total']:.1f} s"
         where = f"results and pictures in {folder.path}"
         out_console.print(f"{traffic_line(result['traffic'])}; {seconds}; {where}", soft_wrap=True)
-        if result["refused_uploads"]:
-            out_console.print(f"{result['refused_uploads']} uploads were not finite and were refused; a smaller --lr may help")
+        _print_lines(failures_line(result))
 
 
 @app.command()
@@ -98,7 +110,7 @@ def compare(
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None, engine: Engine = None, threads: Threads = None,
-    device: Device = None, out: Out = None,
+    device: Device = None, out: Out = None, resume: Resume = False, checkpoint_rounds: CheckpointRounds = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."),
@@ -115,27 +127,30 @@ def compare(
     from pfedla.comparison import plan
     from pfedla.console import Reporter
     from pfedla.options import gather
-    from pfedla.report.tables import comparison_table, leak_line
+    from pfedla.report.tables import comparison_table, warnings
 
     values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
     numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
-    planned = plan(values, names, numbers, out)
-    with Reporter(planned.total_rounds, quiet or as_json, planned.folder) as reporter:
-        rows = compare_all(planned, reporter.begin, reporter.on_round)
+    planned = plan(values, names, numbers, out, resume=resume)
+    with (
+        Interruption(quiet or as_json) as interruption,
+        Reporter(planned.total_rounds, quiet or as_json, planned.folder) as reporter,
+    ):
+        rows = compare_all(planned, reporter, resume=resume, stopping=interruption.wanted)
     if as_json:
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:
         out_console.print(comparison_table(rows))
-        _print_leak(leak_line([result for row in rows for result in row.results]))
+        _print_lines(warnings([result for row in rows for result in row.results]))
         out_console.print("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
         first = [planned.folder / name for name in ("comparison.md", "learning_curves.png")]
         for path in [*first, *sorted(planned.folder.glob("*/*.png"))]:
             out_console.print(f"  {path}", soft_wrap=True)
 
 
-def _print_leak(line: str) -> None:
-    if line:
+def _print_lines(lines: list[str]) -> None:
+    for line in lines:
         out_console.print(line, soft_wrap=True)
 
 
@@ -267,6 +282,8 @@ def main() -> None:
     except PfedlaError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
+    except (Stopped, KeyboardInterrupt):
+        sys.exit(EXIT_CODE)
     except (OSError, MemoryError) as error:  # a full disk, a folder that may not be written
         Console(stderr=True, highlight=False).print(
             f"[bold red]pfedla:[/] {escape(str(error) or 'out of memory')}", soft_wrap=True

@@ -45,6 +45,15 @@ Threads = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on where the run in --out (or RUN, or the last of its name) stands; start it if it is not there."
+    ),
+]
+CheckpointRounds = Annotated[
+    int | None, typer.Option("--checkpoint-every", help="Save the run after every so many rounds (default: every 10 minutes).")
+]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Payload
+from pfedla.contracts import Answer, Failure, Payload
 from pfedla.layers import Layers
 
 FLOAT_BYTES = 4
@@ -19,6 +19,15 @@ def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
     for value in payload.extras.values():
         total += value[0].numel() * value.element_size()
     return total
+
+
+def answer_bytes(answer: Answer | Failure) -> int:
+    """Bytes of one client's upload as it came, used or not."""
+    if isinstance(answer, Failure) or not isinstance(answer.upload, Payload):
+        return 0
+    parts = (part for part in (answer.upload.tensors, answer.upload.extras) if isinstance(part, dict))
+    tensors = (value for part in parts for value in part.values() if isinstance(value, Tensor))
+    return sum(value.numel() * value.element_size() for value in tensors)
 
 
 @dataclass(frozen=True)

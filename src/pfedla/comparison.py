@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.algorithms import ALGORITHMS, find, options_model
+from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
 from pfedla.errors import NotApplicableError, PfedlaError
 from pfedla.experiment import Experiment, build, overlay
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
-from pfedla.results import RunFolder, new_folder, numbered, run_built
-from pfedla.rounds import Round
+from pfedla.results import RUNS, last_numbered, numbered, run_built
+from pfedla.run_folder import RunFolder, new_folder
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Plan:
         return sum(experiment.rounds for experiment in self.experiments)
 
 
-def plan(values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None) -> Plan:
-    """One experiment per algorithm and seed. Options in [algorithm] go to the methods that have them, in [pfedla] to pfedla."""
+def plan(
+    values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
+) -> Plan:
+    """One experiment per algorithm and seed. Options in [algorithm] go to the methods that have them, in [pfedla] to pfedla.
+
+    Without `out` the folder is a new one, or with `resume` the last there is.
+    """
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():
         if not isinstance(section, Mapping):
@@ -59,23 +65,27 @@ def plan(values: Mapping[str, Any], names: list[str], seeds: list[int], out: Pat
                 experiments.append(experiment)
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    folder = out or numbered(Path("runs") / f"compare-{dataset.name[:60]}-{partition}")
-    return Plan(dataset, experiments, reasons, folder)
+    named = RUNS / f"compare-{dataset.name[:60]}-{partition}"
+    return Plan(dataset, experiments, reasons, out or (last_numbered(named) if resume else numbered(named)))
 
 
 def compare(
-    planned: Plan, on_start: Callable[[str, int], None] | None = None, on_round: Callable[[Round], None] | None = None
+    planned: Plan, reporter: Reporter | None = None, *, resume: bool = False, stopping: Callable[[], bool] = lambda: False
 ) -> list[Row]:
-    """Run every algorithm on every seed; leaves a folder with their runs, one table and one picture."""
-    root = new_folder(planned.folder)
+    """Run every algorithm on every seed; leaves a folder with their runs, one table and one picture.
+
+    With `resume`, runs that are finished in the folder are taken as they are and one that is not goes on.
+    """
+    reporter = reporter or Reporter(planned.total_rounds, quiet=True)
+    root = planned.folder if resume and planned.folder.is_dir() else new_folder(planned.folder)
     rows = {name: Row(name, [], reason) for name, reason in planned.reasons.items()}
     folders: dict[str, list[Path]] = {}
     for experiment in planned.experiments:
         name, seed = experiment.algorithm.name, experiment.seed
-        if on_start is not None:
-            on_start(name, seed)
-        folder = RunFolder(root / f"{name}-s{seed}")
-        rows[name].results.append(run_built(build(experiment, planned.dataset), folder, on_round))
+        reporter.begin(name, seed)
+        folder = RunFolder(root / f"{name}-s{seed}", resume=resume)
+        folder.stopping = stopping
+        rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter))
         folders.setdefault(name, []).append(folder.path)
     draw_comparison(folders, root / "learning_curves.png")
     (root / "comparison.md").write_text(comparison_markdown(list(rows.values())), encoding="utf-8")

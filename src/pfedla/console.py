@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere, nothing if quiet."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -8,7 +9,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pfedla.contracts import Failure
+from pfedla.errors import Stopped
 from pfedla.rounds import Round
+from pfedla.uploads import NO_ANSWER
 
 
 class Reporter:
@@ -17,7 +21,7 @@ class Reporter:
     def __init__(self, total_rounds: int, quiet: bool, folder: Path | None = None) -> None:
         self.folder = folder
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
-        self.total, self.done = total_rounds, 0
+        self.total, self.done, self.played = total_rounds, 0, 0
         self.label, self.accuracy = "", "…"
         self.start = time.perf_counter()
         self._live: Progress | None = None
@@ -33,20 +37,29 @@ class Reporter:
         if self._live:
             self._live.update(self._task, description=self.label, accuracy="…")
 
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+
+    def skip(self, rounds: int) -> None:
+        """These rounds were played before."""
+        self.done += rounds
+        if self._live:
+            self._live.update(self._task, advance=rounds)
+
     def on_round(self, played: Round) -> None:
         self.done += 1
+        self.played += 1
         if played.evaluation is not None:
-            self.accuracy = f"{100 * played.evaluation.accuracy.mean():.1f} %"
+            self.accuracy = f"{100 * played.evaluation.accuracy.nanmean():.1f} %"
         if self._live:
             self._live.update(self._task, advance=1, accuracy=self.accuracy)
         elif played.evaluation is not None:
-            left = (time.perf_counter() - self.start) / self.done * (self.total - self.done)
-            self.console.print(
-                f"{self.label}: round {played.round}, accuracy {self.accuracy}, {left:.0f} s left", soft_wrap=True
-            )
-        if len(played.refused):
-            who = ", ".join(map(str, played.refused.tolist()))
-            self.console.print(f"round {played.round}: refused uploads that are not finite, of clients {who}", soft_wrap=True)
+            left = (time.perf_counter() - self.start) / self.played * (self.total - self.done)
+            self.say(f"{self.label}: round {played.round}, accuracy {self.accuracy}, {left:.0f} s left")
+        for reason, clients in by_reason(played.failures).items():
+            detail = played.failures[clients[0]].detail
+            who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
+            self.say(f"round {played.round}: {who} left out: {reason}{f' ({detail})' if detail else ''}")
 
     def __enter__(self) -> Self:
         if self._live:
@@ -56,6 +69,15 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
-        if isinstance(error, KeyboardInterrupt):
-            kept = f"; what was written is in {self.folder}" if self.folder and self.folder.exists() else ""
-            self.console.print(f"interrupted after {self.done} of {self.total} rounds{kept}", soft_wrap=True)
+        if isinstance(error, (KeyboardInterrupt, Stopped)):
+            kept = f"; --resume goes on in {self.folder}" if self.folder and self.folder.exists() else ""
+            self.say(f"stopped after {self.done} of {self.total} rounds{kept}")
+
+
+def by_reason(failures: Mapping[int, Failure]) -> dict[str, list[int]]:
+    """The clients of each reason, but for those who simply did not answer: with many clients that is every round."""
+    grouped: dict[str, list[int]] = {}
+    for client, failure in failures.items():
+        if failure.reason != NO_ANSWER.reason:
+            grouped.setdefault(failure.reason, []).append(client)
+    return grouped

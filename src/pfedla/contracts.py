@@ -17,8 +17,8 @@ from pfedla.layers import Layers
 from pfedla.tree import Params, take
 
 __all__ = [
-    "Algorithm", "ClientMetrics", "ClientState", "Cohort", "Engine", "LocalData", "LocalResult", "LocalTraining",
-    "Params", "Payload", "Recalibrate", "ServerState", "Task", "Trained",
+    "Algorithm", "Answer", "ClientMetrics", "ClientState", "Cohort", "Engine", "Failure", "LocalData", "LocalResult",
+    "LocalTraining", "Params", "Payload", "Recalibrate", "ServerState", "Task",
 ]  # fmt: skip
 
 ServerState = dict[str, Params]  # named groups of tensors
@@ -77,14 +77,22 @@ class ClientMetrics(NamedTuple):
     loss: Tensor
 
 
-class Trained(NamedTuple):
-    """What came back from a round of training: who answered, and with what."""
+class Answer(NamedTuple):
+    """What came back from one client, as it came: uploads.py decides whether it is used."""
 
-    cohort: Cohort
-    uploads: Payload
+    upload: Payload
     training_loss: Tensor
-    after_training: ClientMetrics  # the trained models on the clients' own test data
-    finite: Tensor  # bool per client: whether its trained model and private state are
+    accuracy: float  # of the trained model, on the client's own test data
+    loss: float
+    finite: bool  # whether the trained model and the private state are
+
+
+class Failure(NamedTuple):
+    """Why a client has no part in a round's result."""
+
+    reason: str  # one of a few, so that they can be counted
+    detail: str = ""
+    error: Exception | None = None  # what it raised
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,10 @@ class Algorithm(ABC):
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         """What each client of the cohort is sent, stacked."""
 
+    def upload_like(self, download: Payload) -> Payload:
+        """What a client that was sent this must answer with: names, shapes, dtypes and layers; the numbers say nothing."""
+        return Payload(download.tensors, download.sent)
+
     @abstractmethod
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         """The next server state from those who answered; `downloads` is what these clients were sent."""
@@ -167,16 +179,22 @@ class Algorithm(ABC):
 class Engine(Protocol):
     """Where the clients live: a thread pool, one stacked tensor, or other machines."""
 
-    def train(self, cohort: Cohort, downloads: Payload) -> Trained: ...
+    def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
+        """What came back from each client of the cohort, unchecked; a client that fails fails alone."""
+        ...
+
     def commit(self, accepted: Tensor) -> None:
         """The state of the accepted clients (ids) advances; the others' stays as it was before `train`."""
         ...
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
-        """The personal models on the clients' own test data; changes nothing."""
+        """The personal models on the clients' own test data, nan for a client that fails; changes nothing."""
         ...
 
-    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]: ...
+    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
+        """Empty for a client that fails."""
+        ...
+
     def state(self) -> Params: ...
     def load(self, state: Params) -> None: ...
 

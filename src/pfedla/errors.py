@@ -12,6 +12,10 @@ class NotApplicableError(PfedlaError):
     """The method makes no sense for this model or federation; `compare` prints a dash."""
 
 
+class Stopped(Exception):  # noqa: N818 (nothing is wrong)
+    """The run was asked to stop, and did."""
+
+
 def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
     """Names the thing, the nearest choice if one is near, and all choices."""
     names = list(choices)

@@ -18,8 +18,10 @@ from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Re
 from pfedla.engines import ENGINES
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, unknown
+from pfedla.faults import Attack, Faults
 from pfedla.models import MODELS, build_model, model_for, task_of
 from pfedla.seeds import generator
+from pfedla.simulation import Settings
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -71,6 +73,39 @@ class EngineSection(_Section):
     device: str = "cpu"
 
 
+class UploadsSection(_Section):
+    """[uploads]: what is not taken from clients, beside what is malformed or not finite."""
+
+    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = "off"  # in medians of the round's
+    max_failed_rounds: Positive = 5  # so many rounds in a row of which nothing can be used end the run
+
+
+class FaultsSection(_Section):
+    """[faults]: what goes wrong on purpose, drawn from the seed."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # chance that a client of the cohort does not answer, each round
+    stragglers: Annotated[float, Field(ge=0, le=1)] = 0.0  # chance that it does only some of its local epochs, each round
+    attack: Attack = "none"  # what attackers send
+    attackers: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the clients, the same ones throughout
+    attack_rate: Annotated[float, Field(gt=0, le=1)] = 1.0  # chance that an attacker attacks, each round
+    attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # auto: 1; 10 for scale
+
+    def active(self) -> dict[str, Any]:
+        """What differs from a run in which nothing goes wrong."""
+        return self.model_dump(exclude_defaults=True)
+
+    def faults(self) -> Faults:
+        scale = (10.0 if self.attack == "scale" else 1.0) if self.attack_scale == AUTO else self.attack_scale
+        return Faults(self.dropout, self.stragglers, self.attack, self.attackers, self.attack_rate, scale)
+
+
+class CheckpointSection(_Section):
+    """[checkpoint]: how often the run is saved; always when it is stopped and at its end."""
+
+    rounds: Annotated[int, Field(ge=0, le=10**9)] = 0  # every so many rounds; 0: not by rounds
+    minutes: Annotated[float, Field(ge=0, le=10**6)] = 10.0  # after the round that ends so long after the last; 0: not by time
+
+
 class AlgorithmSection(_Section):
     """[algorithm]: its name and its own options."""
 
@@ -95,6 +130,9 @@ class Experiment(_Section):
     training: TrainingSection = TrainingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     engine: EngineSection = EngineSection()
+    uploads: UploadsSection = UploadsSection()
+    faults: FaultsSection = FaultsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -106,8 +144,24 @@ class Experiment(_Section):
     def to_toml(self) -> str:
         """What is "auto" is left out; once all is resolved, that is what the partition does not use."""
         values = self.model_dump()
-        values["data"] = {key: value for key, value in values["data"].items() if value != AUTO}
+        for section in ("data", "faults"):
+            values[section] = {key: value for key, value in values[section].items() if value != AUTO}
         return tomli_w.dumps(values)
+
+    def numbers(self) -> dict[str, Any]:
+        """What the numbers of each round depend on: the values that must not change while a run goes on."""
+        values = self.model_dump(exclude={"rounds": True, "checkpoint": True, "engine": {"threads"}})
+        del values["uploads"]["max_failed_rounds"]
+        return values
+
+    def settings(self) -> Settings:
+        bound = self.uploads.norm_bound
+        return Settings(
+            rounds=self.rounds, participation=self.participation, seed=self.seed, engine=self.engine.name,
+            threads=self.engine.threads, device=self.engine.device, evaluate_every=self.evaluate_every,
+            recalibrate=self.recalibrate, norm_bound=None if bound == "off" else bound,
+            max_failed_rounds=self.uploads.max_failed_rounds, faults=self.faults.faults(),
+        )  # fmt: skip
 
 
 def _explain(error: ValidationError) -> str:
@@ -190,6 +244,7 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     budget = LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size, training.augment)
     method = algorithms.create(experiment.algorithm.name, task_of(module), budget, options)
     method.check(len(federation))
+    experiment.faults.faults().check(len(federation), training.local_epochs)
     section = AlgorithmSection(name=experiment.algorithm.name, **options)
     resolved = experiment.model_copy(update={"data": data, "model": name, "training": training, "algorithm": section})
     return Built(resolved, federation, method)

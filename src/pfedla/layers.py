@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from pfedla.errors import unknown
 from pfedla.tree import Params
 
+LEAST_ROWS = 8
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -88,10 +90,12 @@ def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
     >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
     {'weight': 3.0, 'bias': 2.5}
     """
-    return {
-        name: (alpha[:, layers.index[name]].to(value.dtype) @ value.flatten(1)).view(-1, *value.shape[1:])
-        for name, value in models.items()
-    }
+    receivers = len(alpha)
+    # A product of a few rows takes other paths through the library and rounds differently. Rows of zeros keep it off them:
+    # what a client is sent must not depend on who else is in the cohort.
+    padded = torch.cat([alpha, alpha.new_zeros(max(0, LEAST_ROWS - receivers), *alpha.shape[1:])])
+    mixed = {name: padded[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
+    return {name: value[:receivers].view(-1, *models[name].shape[1:]) for name, value in mixed.items()}
 
 
 def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:

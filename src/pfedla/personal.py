@@ -16,7 +16,7 @@ from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import Experiment, build_federation, read_toml
 from pfedla.files import read_json, read_tensors
 from pfedla.models import build_model, load_tensors, task_of
-from pfedla.results import new_folder
+from pfedla.run_folder import new_folder
 from pfedla.training import evaluate
 
 

@@ -6,25 +6,38 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from pfedla import __version__
+from pfedla.checkpoint import Progress, differing, write_whole
+from pfedla.console import Reporter
+from pfedla.contracts import Params
 from pfedla.data.federation import Federation
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
+from pfedla.files import read_json
 from pfedla.report.figures import draw_run
+from pfedla.report.tables import MIB
 from pfedla.rounds import Round
+from pfedla.run_folder import RunFolder
 from pfedla.simulation import Simulation, simulate_method
+from pfedla.uploads import count_failures
+
+RUNS = Path("runs")
 
 
-def summary(accuracies: torch.Tensor) -> dict[str, Any]:
+def summary(accuracies: Tensor) -> dict[str, Any]:
     """Mean, standard deviation, lowest decile and worst over the clients; None for a client that has no value."""
     per_client = [None if math.isnan(value) else value for value in accuracies.tolist()]
     known = [value for value in per_client if value is not None]
@@ -40,92 +53,86 @@ def summary(accuracies: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def new_folder(path: Path) -> Path:
-    """A folder that was not there before: nothing is ever overwritten."""
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        raise PfedlaError(f"{path} exists already and is never overwritten; choose another folder with --out") from None
-    except OSError as error:
-        raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
-    return path
+def line_of(played: Round, layers: Sequence[str], honest: Tensor, failures: dict[int, dict[str, int]]) -> dict[str, Any]:
+    """What rounds.jsonl holds of an evaluated round; `failures` are all so far."""
+    assert played.evaluation is not None
+    kept = zip(layers, (~played.sent).sum(0).tolist(), strict=True)
+    line = {
+        "round": played.round,
+        "accuracy": _short_summary(played.evaluation.accuracy),
+        "loss": _mean(played.evaluation.loss),
+        "accuracy_after_training": _mean(played.after_training.accuracy),
+        "training_loss": _mean(played.training_loss),
+        "seconds": {phase: round(value, 4) for phase, value in played.seconds.items()},
+        **dataclasses.asdict(played.traffic),
+        "cohort": played.cohort.ids.tolist(),
+        "retained": {layer: count for layer, count in kept if count},
+        "failures": failures,
+    }
+    if not honest.all():
+        line["honest"] = {"accuracy": _short_summary(played.evaluation.accuracy[honest])}
+    return line
 
 
-class RunFolder:
-    """Writes a run as it goes."""
+def _short_summary(accuracies: Tensor) -> dict[str, Any]:
+    return {key: value for key, value in summary(accuracies).items() if key != "per_client"}
 
-    def __init__(self, path: Path) -> None:
-        self.path = new_folder(path)
-        self.seconds: list[dict[str, float]] = []
 
-    def start(self, built: Built) -> None:
-        self.layers = built.algorithm.task.layers.names
-        (self.path / "experiment.toml").write_text(built.experiment.to_toml(), encoding="utf-8")
-        self._write("environment.json", environment())
-        self._write("federation.json", describe(built.federation))
-
-    def add_round(self, played: Round) -> None:
-        self.seconds.append(played.seconds)
-        if played.evaluation is None:
-            return
-        kept = zip(self.layers, (~played.sent).sum(0).tolist(), strict=True)
-        line = {
-            "round": played.round,
-            "accuracy": {key: value for key, value in summary(played.evaluation.accuracy).items() if key != "per_client"},
-            "loss": _mean(played.evaluation.loss),
-            "accuracy_after_training": _mean(played.after_training.accuracy),
-            "training_loss": _mean(played.training_loss),
-            "seconds": {phase: round(value, 4) for phase, value in played.seconds.items()},
-            **dataclasses.asdict(played.traffic),
-            "cohort": played.cohort.ids.tolist(),
-            "retained": {layer: count for layer, count in kept if count},
-            "refused": played.refused.tolist(),
+def result_of(built: Built, simulation: Simulation, honest: Tensor) -> dict[str, Any]:
+    """What result.json holds."""
+    experiment = built.experiment
+    total = sum(simulation.seconds.values())
+    result = {
+        "algorithm": experiment.algorithm.name,
+        "dataset": experiment.data.dataset,
+        "partition": experiment.data.partition,
+        "subset": built.federation.subset,
+        "overlapping": experiment.data.overlapping,
+        "leaked_test_share": built.federation.leaked_share,
+        "clients": len(built.federation),
+        "rounds": experiment.rounds,
+        "seed": experiment.seed,
+        "model": experiment.model,
+        "accuracy": summary(simulation.accuracy),
+        "accuracy_after_training": summary(simulation.accuracy_after_training),
+        "loss": _mean(simulation.loss),
+        "traffic": dataclasses.asdict(simulation.traffic),
+        "refused_uploads": simulation.refused_uploads,
+        "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
+        "faults": experiment.faults.active(),
+        "seconds": {"total": total, "per_round": total / experiment.rounds},
+    }
+    if not honest.all():
+        result["attackers"] = (~honest).nonzero().squeeze(1).tolist()
+        result["honest"] = {
+            "accuracy": summary(simulation.accuracy[honest]),
+            "accuracy_after_training": summary(simulation.accuracy_after_training[honest]),
         }
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def finish(self, built: Built, simulation: Simulation) -> dict[str, Any]:
-        experiment = built.experiment
-        total = sum(sum(phases.values()) for phases in self.seconds)
-        result = {
-            "algorithm": experiment.algorithm.name,
-            "dataset": experiment.data.dataset,
-            "partition": experiment.data.partition,
-            "subset": built.federation.subset,
-            "overlapping": experiment.data.overlapping,
-            "leaked_test_share": built.federation.leaked_share,
-            "clients": len(built.federation),
-            "rounds": experiment.rounds,
-            "seed": experiment.seed,
-            "model": experiment.model,
-            "accuracy": summary(simulation.accuracy),
-            "accuracy_after_training": summary(simulation.accuracy_after_training),
-            "loss": _mean(simulation.loss),
-            "traffic": dataclasses.asdict(simulation.traffic),
-            "refused_uploads": simulation.refused_uploads,
-            "seconds": {"total": total, "per_round": total / experiment.rounds},
-        }
-        if simulation.alphas is not None:
-            save_file(
-                # One entry of metadata only: several are written in a random order, and equal runs would differ in bytes.
-                {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)},
-                self.path / "alpha.safetensors",
-                {"layers": json.dumps(simulation.layer_names)},
-            )
-        (self.path / "models").mkdir()
-        for client, model in enumerate(simulation.models):
-            tensors = {name: value.contiguous().clone() for name, value in model.items()}
-            save_file(tensors, self.path / "models" / f"client-{client}.safetensors")
-        self._write("result.json", result)  # last of the numbers: a folder with a result is complete
-        draw_run(self.path)
-        return result
-
-    def _write(self, name: str, content: dict[str, Any]) -> None:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (self.path / name).write_text(text + "\n", encoding="utf-8")
+    return result
 
 
-def _mean(values: torch.Tensor) -> float | None:
+def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulation) -> None:
+    path = folder.path
+    if simulation.alphas is not None:
+        # One entry of metadata only: several are written in a random order, and equal runs would differ in bytes.
+        alpha = {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)}
+        layers = {"layers": json.dumps(simulation.layer_names)}
+        write_whole(path / "alpha.safetensors", lambda file: save_file(alpha, file, layers))
+    (path / "models").mkdir(exist_ok=True)
+    for client, model in enumerate(simulation.models):
+        target = path / "models" / f"client-{client}.safetensors"
+        target.unlink(missing_ok=True)
+        if model:  # a client that fails has none
+            write_tensors(target, model)
+    folder.write_json("result.json", result)  # last of the numbers: a folder with a result is complete
+    draw_run(path)
+
+
+def write_tensors(path: Path, tensors: Params) -> None:
+    write_whole(path, lambda file: save_file({name: value.contiguous().clone() for name, value in tensors.items()}, file))
+
+
+def _mean(values: Tensor) -> float | None:
     """None where there is nothing finite to report: JSON has no NaN."""
     mean = values.mean().item() if len(values) else math.nan
     return mean if math.isfinite(mean) else None
@@ -135,7 +142,7 @@ def environment() -> dict[str, Any]:
     return {
         "pfedla": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -156,52 +163,98 @@ def describe(federation: Federation) -> dict[str, Any]:
         "test": counts[:, 1].tolist(),
         "subset": federation.subset,
         "leaked_test_share": federation.leaked_share,
+        "fingerprint": federation.fingerprint(),
         "statistics": split_statistics(counts),
     }
 
 
-def run_built(built: Built, folder: RunFolder, on_round: Callable[[Round], None] | None = None) -> dict[str, Any]:
-    """Play a built experiment into its folder; returns what result.json holds."""
+def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Play a built experiment in its folder, from the start or from where it stands; returns what result.json holds."""
     experiment = built.experiment
+    reporter = reporter or Reporter(experiment.rounds, quiet=True)
+    layers = built.algorithm.task.layers.names
+    honest = torch.ones(len(built.federation), dtype=torch.bool)
+    honest[experiment.faults.faults().attacking(len(honest), experiment.seed)] = False
+    failures: dict[int, dict[str, int]] = {}
+
+    def restored(progress: Progress) -> None:
+        reporter.skip(progress.round)
+        failures.update({client: dict(reasons) for client, reasons in progress.failures.items()})
 
     def record(played: Round) -> None:
-        folder.add_round(played)
-        if on_round is not None:
-            on_round(played)
+        count_failures(failures, played.failures)
+        if played.evaluation is not None:
+            folder.add_line(line_of(played, layers, honest, failures))
+        reporter.on_round(played)
 
+    folder.say, folder.on_restored = reporter.say, restored
+    with folder, disk_named(folder):
+        if (result := folder.begin(experiment)) is not None:
+            reporter.skip(experiment.rounds)
+            reporter.say(f"{folder.path} is finished: {experiment.rounds} rounds; more --rounds would extend it")
+            return result
+        describe_in(folder, built.federation)
+        simulation = simulate_method(built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder)
+        result = result_of(built, simulation, honest)
+        write_results(folder, result, simulation)
+        return result
+
+
+def describe_in(folder: RunFolder, federation: Federation) -> None:
+    """Write down what the run is made of and runs on; of one that goes on, refuse other data and name another machine."""
+    made_of, runs_on = describe(federation), environment()
+    if folder.reopened and (folder.path / "federation.json").exists():
+        if read_json(folder.path / "federation.json").get("fingerprint") != made_of["fingerprint"]:
+            raise PfedlaError(f"the data are not what they were when {folder.path} was begun; start in a new folder")
+    else:
+        folder.write_json("federation.json", made_of)
+    if folder.reopened and (folder.path / "environment.json").exists():
+        if changed := differing(read_json(folder.path / "environment.json"), runs_on):
+            folder.say(f"not the machine the run was begun on, results may differ in the last bits: {'; '.join(changed)}")
+    else:
+        folder.write_json("environment.json", runs_on)
+
+
+@contextmanager
+def disk_named(folder: RunFolder) -> Iterator[None]:
+    """Whatever could not be written: name the folder, the disk's room, and what is safe."""
     try:
-        folder.start(built)
-        simulation = simulate_method(
-            built.federation, built.algorithm, rounds=experiment.rounds, participation=experiment.participation,
-            seed=experiment.seed, engine=experiment.engine.name, threads=experiment.engine.threads,
-            device=experiment.engine.device, evaluate_every=experiment.evaluate_every,
-            recalibrate=experiment.recalibrate, on_round=record,
-        )  # fmt: skip
-        return folder.finish(built, simulation)
-    except BaseException:
-        if not folder.seconds:  # it failed before anything was learned: leave nothing behind
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "I/O error" not in str(error):
+            raise
+        usage = shutil.disk_usage(folder.path if folder.path.exists() else folder.path.parent)
+        room = f"its disk has {usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB free"
+        rounds = folder.checkpoints.rounds()
+        safe = f"the checkpoint after round {rounds[-1]} is whole, go on from it with --resume" if rounds else "nothing is kept"
+        raise OSError(f"{folder.path} cannot be written: {error}; {room}; {safe}") from error
 
 
-def free_folder(experiment: Experiment, root: Path = Path("runs")) -> Path:
-    """runs/<algorithm>-<dataset>-<partition>-s<seed>, numbered if it is taken."""
+def folder_name(experiment: Experiment) -> str:
+    """<algorithm>-<dataset>-<partition>-s<seed>"""
     data = experiment.data
-    name = f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.split_name}-s{experiment.seed}"
-    return numbered(root / name)
+    return f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.split_name}-s{experiment.seed}"
 
 
 def numbered(path: Path) -> Path:
-    candidate, count = path, 1
-    while candidate.exists():
-        count += 1
-        candidate = path.with_name(f"{path.name}-{count}")
-    return candidate
+    """The first of path, path-2, path-3, … that is free."""
+    return next(candidate for candidate in _candidates(path) if not candidate.exists())
 
 
-def run(experiment: Experiment, out: Path | None = None) -> Path:
-    """Run an experiment; returns its run folder."""
+def last_numbered(path: Path) -> Path:
+    """The last of them that is there; `path` if none is."""
+    there = list(takewhile(Path.exists, _candidates(path)))
+    return there[-1] if there else path
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False) -> Path:
+    """Run an experiment; returns its run folder. With `resume` it goes on in `out`, if the run is there already."""
     built = build(experiment)
-    folder = RunFolder(out or free_folder(built.experiment))
+    folder = RunFolder(out or numbered(RUNS / folder_name(built.experiment)), resume=resume)
     run_built(built, folder)
     return folder.path

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pfedla.communication import Traffic, payload_bytes
-from pfedla.contracts import Algorithm, ClientMetrics, Cohort, Engine, Payload, ServerState, Trained
+from pfedla.communication import Traffic, answer_bytes, payload_bytes
+from pfedla.contracts import Algorithm, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
 from pfedla.seeds import generator
-from pfedla.tree import finite_rows
+from pfedla.uploads import accept
 
 EVALUATION_CHUNK = 64  # clients whose personal models are made at once
 
@@ -23,11 +23,12 @@ class Round(NamedTuple):
     round: int  # 1 is the first
     cohort: Cohort  # who took part and was accepted
     sent: Tensor  # [cohort, layers]: what each of them was sent
-    refused: Tensor  # ids that came back with numbers that are not finite
+    failures: dict[int, Failure]  # by client: those of the cohort drawn who did not answer, or not with what can be used
     training_loss: Tensor
     after_training: ClientMetrics
     evaluation: ClientMetrics | None  # the personal models of all clients, if this round was evaluated
     traffic: Traffic  # so far
+    evaluation_bytes: int  # of the traffic, what evaluating this round took
     seconds: dict[str, float]  # by phase, this round
     server: ServerState
 
@@ -60,7 +61,7 @@ class Stopwatch:
 
 def run_rounds(
     algorithm: Algorithm, engine: Engine, num_examples: Tensor, server: ServerState, *, rounds: range,
-    participation: float, evaluate_every: int, seed: int, traffic: Traffic | None = None,
+    participation: float, evaluate_every: int, seed: int, traffic: Traffic | None = None, norm_bound: float | None = None,
 ) -> Iterator[Round]:  # fmt: skip
     """Play `rounds` (of which the last is always evaluated) from a server state, one at a time."""
     traffic = traffic or Traffic()
@@ -71,38 +72,23 @@ def run_rounds(
             cohort = sample_cohort(num_examples, number, participation, seed)
             downloads = algorithm.download(server, cohort)
         with watch.phase("train"):
-            trained = engine.train(cohort, downloads)
+            answers = engine.train(cohort, downloads)
         with watch.phase("server"):
-            traffic = traffic.plus(
-                down=int(payload_bytes(downloads, layers).sum()), up=int(payload_bytes(trained.uploads, layers).sum())
-            )
-            refused, trained, downloads = refuse_bad(trained, downloads)
-            if len(trained.cohort.ids):
-                server = algorithm.aggregate(server, trained.cohort, downloads, trained.uploads)
-            engine.commit(trained.cohort.ids)
-        evaluation = None
+            accepted, failures = accept(algorithm, cohort, downloads, answers, norm_bound)
+            traffic = traffic.plus(down=int(payload_bytes(downloads, layers).sum()), up=sum(map(answer_bytes, answers)))
+            if len(accepted.cohort.ids):
+                server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
+            engine.commit(accepted.cohort.ids)
+        evaluation, evaluation_bytes = None, 0
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with watch.phase("evaluate"):
-                evaluation, sent_bytes = evaluate_all(algorithm, engine, server, everyone(num_examples, number + 1, seed))
-                traffic = traffic.plus(evaluation=sent_bytes)
+                following = everyone(num_examples, number + 1, seed)
+                evaluation, evaluation_bytes = evaluate_all(algorithm, engine, server, following)
+                traffic = traffic.plus(evaluation=evaluation_bytes)
         yield Round(
-            number, trained.cohort, downloads.sent, refused, trained.training_loss, trained.after_training, evaluation, traffic,
-            watch.seconds, server,
+            number, accepted.cohort, accepted.downloads.sent, failures, accepted.training_loss, accepted.after_training,
+            evaluation, traffic, evaluation_bytes, watch.seconds, server,
         )  # fmt: skip
-
-
-def refuse_bad(trained: Trained, downloads: Payload) -> tuple[Tensor, Trained, Payload]:
-    """Leave out the clients that came back with numbers that are not finite: (their ids, the others, their downloads)."""
-    finite = trained.finite
-    for tensors in (trained.uploads.tensors, trained.uploads.extras):
-        finite = finite & finite_rows(tensors, len(finite))
-    if finite.all():
-        return trained.cohort.ids[:0], trained, downloads
-    accepted = Trained(
-        trained.cohort.only(finite), trained.uploads.rows(finite), trained.training_loss[finite],
-        ClientMetrics(*(metric[finite] for metric in trained.after_training)), trained.finite[finite],
-    )  # fmt: skip
-    return trained.cohort.ids[~finite], accepted, downloads.rows(finite)
 
 
 def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iterator[tuple[Cohort, Payload]]:

@@ -3,22 +3,25 @@
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, field
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
+from pfedla.checkpoint import Progress
 from pfedla.communication import Traffic
 from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError, unknown
+from pfedla.errors import PfedlaError, Stopped, unknown
+from pfedla.faults import Faults
 from pfedla.models import load_tensors, task_of
-from pfedla.rounds import Round, everyone, in_chunks, run_rounds
+from pfedla.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds
 from pfedla.training import batch_bounds
+from pfedla.uploads import NO_ANSWER, count_failures
 
 SNAPSHOTS = 100
 SNAPSHOT_NUMBERS = 2**26  # at most 256 MiB of alpha are kept
@@ -33,7 +36,8 @@ class Simulation:
     loss: Tensor
     accuracy_after_training: Tensor  # [clients], of the model each had after its last local training; nan if it never trained
     traffic: Traffic
-    refused_uploads: int
+    failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
+    seconds: dict[str, float]  # by phase
     alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
     alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
     models: list[Params]  # every client's personal model
@@ -46,6 +50,11 @@ class Simulation:
     def alpha(self) -> Tensor | None:
         """The learned weights at the end, [clients, layers, clients]; None for a method that learns none."""
         return None if self.alphas is None else self.alphas[-1]
+
+    @property
+    def refused_uploads(self) -> int:
+        """How many uploads came and were not used."""
+        return sum(n for why in self.failures.values() for reason, n in why.items() if reason != NO_ANSWER.reason)
 
     def __repr__(self) -> str:
         mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.mean(), self.accuracy.min()))
@@ -61,10 +70,38 @@ class Simulation:
         return load_tensors(self.algorithm.task.module, self.models[client])
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How a method is run; its own options and the data are elsewhere."""
+
+    rounds: int
+    participation: float = 1.0
+    seed: int = 0
+    engine: str = "threaded"
+    threads: int = 0
+    device: str = "cpu"
+    evaluate_every: int = 1
+    recalibrate: Recalibrate = "unsampled"
+    norm_bound: float | None = None
+    max_failed_rounds: int = 5
+    faults: Faults = field(default_factory=Faults)
+
+
+class Keeper(Protocol):
+    """Keeps a run's progress on disk, and knows when it is to stop."""
+
+    def restore(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None: ...
+    def save_if_due(self, progress: Progress, clients: Callable[[], Params], *, anyway: bool) -> None: ...
+    def stopping(self) -> bool: ...
+
+
 def snapshot_interval(rounds: int, num_clients: int, num_layers: int) -> int:
-    """Rounds between two snapshots of alpha, so that there are at most a hundred and they stay in memory."""
-    affordable = SNAPSHOT_NUMBERS // (num_clients * num_layers * num_clients)
-    return -(-rounds // max(1, min(SNAPSHOTS, affordable)))
+    """Rounds between two snapshots of alpha, so that there are at most a hundred and they stay in memory.
+
+    A power of two: a run that is made longer later then has taken all the snapshots that the longer one needs.
+    """
+    affordable = max(1, min(SNAPSHOTS, SNAPSHOT_NUMBERS // (num_clients * num_layers * num_clients)))
+    return 1 << (-(-rounds // affordable) - 1).bit_length()
 
 
 def simulate(
@@ -84,6 +121,9 @@ def simulate(
     device: str = "cpu",
     evaluate_every: int = 1,
     recalibrate: Recalibrate = "unsampled",
+    norm_bound: float | None = None,
+    max_failed_rounds: int = 5,
+    faults: Faults | None = None,
     on_round: Callable[[Round], None] | None = None,
     progress: bool | None = None,
     **options: object,
@@ -91,12 +131,14 @@ def simulate(
     """Train personal models for all clients of a federation.
 
     `model` maps a batch to logits; its present weights are everyone's start. `options` are the algorithm's own
-    (`retained_layers`, `neighbours`, …). `augment` crops and flips the training images at random. `on_round` is called
-    after every round. `progress` shows how far it is; left out, it does so on a terminal.
+    (`retained_layers`, `neighbours`, …). `augment` crops and flips the training images at random. `norm_bound` refuses
+    updates longer than so many medians of the round's; after `max_failed_rounds` rounds in a row of which nothing could be
+    used, the run stops. `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows how
+    far it is; left out, it does so on a terminal.
     """
     for name, value, least in (
         ("rounds", rounds, 1), ("local_epochs", local_epochs, 1), ("batch_size", batch_size, 1),
-        ("evaluate_every", evaluate_every, 1), ("threads", threads, 0),
+        ("evaluate_every", evaluate_every, 1), ("threads", threads, 0), ("max_failed_rounds", max_failed_rounds, 1),
     ):  # fmt: skip
         if value < least:
             raise PfedlaError(f"{name} = {value} is not possible: it should be at least {least}")
@@ -106,6 +148,8 @@ def simulate(
         raise PfedlaError(
             f"lr = {lr}, participation = {participation}: lr must be above 0, participation above 0 and at most 1"
         )
+    if norm_bound is not None and not norm_bound >= 1:
+        raise PfedlaError(f"norm_bound = {norm_bound} is not possible: it is a number of medians, at least 1")
     with Reporter(rounds, quiet=not (sys.stderr.isatty() if progress is None else progress)) as reporter:
         reporter.begin(algorithm, seed)
 
@@ -120,50 +164,107 @@ def simulate(
         sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
         task.check(federation.normalised(federation.train[0].x[: min(sizes)]), len(federation.classes))
         method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size, augment), options)
-        return simulate_method(
-            federation, method, rounds=rounds, participation=participation, seed=seed, engine=engine, threads=threads,
-            device=device, evaluate_every=evaluate_every, recalibrate=recalibrate, on_round=after_round,
+        settings = Settings(
+            rounds, participation, seed, engine, threads, device, evaluate_every, recalibrate, norm_bound, max_failed_rounds,
+            faults or Faults(),
         )  # fmt: skip
+        return simulate_method(federation, method, settings, on_round=after_round)
 
 
 def simulate_method(
-    federation: Federation, method: Algorithm, *, rounds: int, participation: float, seed: int, engine: str,
-    threads: int, device: str, evaluate_every: int, recalibrate: Recalibrate,
-    on_round: Callable[[Round], None] | None,
+    federation: Federation, method: Algorithm, settings: Settings, *,
+    on_round: Callable[[Round], None] | None = None, keeper: Keeper | None = None,
 ) -> Simulation:  # fmt: skip
-    """`simulate` for an algorithm that is built already."""
-    num_clients = len(federation)
+    """`simulate` for an algorithm that is built already; with a keeper it goes on from where the run stands on disk."""
+    num_clients, rounds, seed = len(federation), settings.rounds, settings.seed
     method.check(num_clients)
-    after_training = torch.full((num_clients,), torch.nan, dtype=torch.float64)
-    alphas: list[Tensor] = []
-    alpha_rounds: list[int] = []
+    settings.faults.check(num_clients, method.training.epochs)
     interval = snapshot_interval(rounds, num_clients, len(method.task.layers))
-    refused = 0
-
-    def snapshot(number: int, alpha: Tensor | None) -> None:
-        if alpha is not None:
-            alphas.append(alpha)
-            alpha_rounds.append(number)
-
-    clients = create_engine(engine, method, federation, device=device, threads=threads, recalibrate=recalibrate)
+    clients = create_engine(
+        settings.engine, method, federation, device=settings.device, threads=settings.threads,
+        recalibrate=settings.recalibrate, faults=settings.faults, stopping=keeper.stopping if keeper else lambda: False,
+    )  # fmt: skip
     with clients:
-        server = method.init_server(num_clients, seed)
-        snapshot(0, method.alpha(server))
-        for played in run_rounds(
-            method, clients, federation.num_examples, server, rounds=range(1, rounds + 1),
-            participation=participation, evaluate_every=evaluate_every, seed=seed,
-        ):  # fmt: skip
-            after_training[played.cohort.ids] = played.after_training.accuracy
-            refused += len(played.refused)
-            if played.round % interval == 0 or played.round == rounds:
-                snapshot(played.round, method.alpha(played.server))
-            if on_round is not None:
-                on_round(played)
-        assert played.evaluation is not None  # the last round always is
+        progress = Progress(method.init_server(num_clients, seed), torch.full((num_clients,), torch.nan, dtype=torch.float64))
+        snapshot(progress, method)
+        if keeper is not None and (kept := keeper.restore(progress, clients.state())) is not None:
+            progress, private = kept
+            clients.load(private)
+            thin(progress, interval)
+        evaluation, traffic = None, progress.traffic
+        try:
+            for played in run_rounds(
+                method, clients, federation.num_examples, progress.server, rounds=range(progress.round + 1, rounds + 1),
+                participation=settings.participation, evaluate_every=settings.evaluate_every, seed=seed,
+                traffic=progress.traffic, norm_bound=settings.norm_bound,
+            ):  # fmt: skip
+                evaluation, traffic = played.evaluation, played.traffic
+                advance(progress, played, scheduled=played.round % settings.evaluate_every == 0)
+                if played.round % interval == 0 or played.round == rounds:
+                    snapshot(progress, method)
+                if on_round is not None:
+                    on_round(played)
+                given_up = progress.failed_rounds >= settings.max_failed_rounds
+                if keeper is not None:
+                    stopping = keeper.stopping()
+                    keeper.save_if_due(progress, clients.state, anyway=stopping or given_up or played.round == rounds)
+                    if stopping and played.round < rounds:
+                        raise Stopped
+                if given_up:
+                    raise failed(played, progress.failed_rounds)
+        except Stopped:
+            # The round in work was dropped before anybody's state advanced, so this is the state after the one before it.
+            if keeper is not None and progress.round:
+                keeper.save_if_due(progress, clients.state, anyway=True)
+            raise
         cohort = everyone(federation.num_examples, rounds + 1, seed)
-        chunks = in_chunks(method, played.server, cohort)
+        if evaluation is None:  # all rounds had been played before
+            evaluation, evaluation_bytes = evaluate_all(method, clients, progress.server, cohort)
+            if rounds % settings.evaluate_every:
+                traffic = traffic.plus(evaluation=evaluation_bytes)
+        chunks = in_chunks(method, progress.server, cohort)
         models = [model for chunk, downloads in chunks for model in clients.personal_models(chunk, downloads)]
     return Simulation(
-        method, played.evaluation.accuracy, played.evaluation.loss, after_training, played.traffic, refused,
-        torch.stack(alphas) if alphas else None, alpha_rounds, models,
+        method, evaluation.accuracy, evaluation.loss, progress.after_training, traffic, progress.failures, progress.seconds,
+        torch.stack(progress.alphas) if progress.alphas else None, progress.alpha_rounds, models,
     )  # fmt: skip
+
+
+def snapshot(progress: Progress, method: Algorithm) -> None:
+    """Take alpha as it is now."""
+    alpha = method.alpha(progress.server)
+    if alpha is not None and progress.round not in progress.alpha_rounds:
+        progress.alphas.append(alpha)
+        progress.alpha_rounds.append(progress.round)
+
+
+def thin(progress: Progress, interval: int) -> None:
+    """Leave out the snapshots that a run of this length would not have taken."""
+    kept = [position for position, round in enumerate(progress.alpha_rounds) if round % interval == 0]
+    progress.alphas = [progress.alphas[position] for position in kept]
+    progress.alpha_rounds = [progress.alpha_rounds[position] for position in kept]
+
+
+def advance(progress: Progress, played: Round, scheduled: bool) -> None:
+    """Take in a round that was played."""
+    progress.round, progress.server = played.round, played.server
+    # The last round is always evaluated. If it is not its turn, a longer run would not have done it: it is not counted here.
+    extra = 0 if scheduled else played.evaluation_bytes
+    progress.traffic = played.traffic.plus(evaluation=-extra)
+    progress.after_training[played.cohort.ids] = played.after_training.accuracy
+    progress.failed_rounds = 0 if len(played.cohort.ids) else progress.failed_rounds + 1
+    count_failures(progress.failures, played.failures)
+    for phase, seconds in played.seconds.items():
+        progress.seconds[phase] = progress.seconds.get(phase, 0.0) + seconds
+
+
+def failed(played: Round, count: int) -> PfedlaError:
+    """The error for a run of which nothing comes any more."""
+    client, failure = next(iter(played.failures.items()))
+    detail = f" ({failure.detail})" if failure.detail else ""
+    error = PfedlaError(
+        f"in {count} rounds in a row (max_failed_rounds) no upload could be used, the last time in round {played.round}; "
+        f"client {client}: {failure.reason}{detail}"
+    )
+    error.__cause__ = failure.error
+    return error

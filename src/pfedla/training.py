@@ -26,8 +26,10 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
 
 
 def batches(data: LocalData, training: LocalTraining, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of the local budget in the drawn order, or of some of its epochs."""
+    """The batches of the local budget in the drawn order, or of some of its epochs; a straggler's end early."""
     for epoch in range(len(data.order)) if epochs is None else epochs:
+        if epoch >= len(data.order):
+            return
         order = data.order[epoch]
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
         if training.augment:

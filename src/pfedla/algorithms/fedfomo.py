@@ -67,6 +67,12 @@ class FedFomo(Algorithm):
         nothing = torch.zeros(len(cohort.ids), len(self.task.layers), dtype=torch.bool)
         return Payload({}, nothing, {PREFIX + name: value for name, value in candidates.items()})
 
+    def upload_like(self, download: Payload) -> Payload:
+        candidates = {name.removeprefix(PREFIX): value for name, value in download.extras.items()}
+        count = len(next(iter(candidates.values())))
+        own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
+        return Payload(own, torch.ones_like(download.sent), {"weights": torch.empty(count, device="meta")})
+
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         affinity = server["affinity"]["affinity"]
         weights = uploads.extras["weights"].to(affinity.dtype)

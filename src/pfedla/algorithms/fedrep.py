@@ -61,4 +61,6 @@ class FedRep(PartialFedAvg):
         # With the body frozen its statistics are too: they must not move while the head is fitted.
         model, head_loss = sgd(self.task, model, data, self.training, epochs=first, only=head, keep_statistics=True)
         model, body_loss = sgd(self.task, model, data, self.training, epochs=rest, only=body)
-        return model, (head_epochs * head_loss + body_epochs * body_loss) / (head_epochs + body_epochs)
+        played = len(data.order)  # a straggler may not come to the body's
+        head_played = min(head_epochs, played)
+        return model, (head_played * head_loss + (played - head_played) * body_loss) / played

@@ -92,6 +92,9 @@ class PFedLA(Algorithm):
         mixed = mix(self._cut_to_neighbours(alpha, cohort), server["models"], self.task.layers)
         return Payload(mixed, self._sent(alpha, cohort))
 
+    def upload_like(self, download: Payload) -> Payload:
+        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
+
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².

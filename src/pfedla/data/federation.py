@@ -1,5 +1,6 @@
 """Arrays to clients: the partitioned data, kept in their compact form and normalised when a client uses them."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,15 @@ class Federation:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.train[0].x.shape[1:])
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all examples and labels in their order, and of how they are normalised."""
+        digest = hashlib.sha256(repr((self.classes, self.mean, self.std, self.names)).encode())
+        for x, y in (*self.train, *self.test):
+            digest.update(repr((x.dtype, tuple(x.shape))).encode())
+            for part in (x, y):
+                digest.update(part.contiguous().numpy().data)
+        return digest.hexdigest()
 
     def check_images(self) -> None:
         if len(self.shape) != 3:

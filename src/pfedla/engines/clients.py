@@ -3,9 +3,9 @@
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,25 +13,34 @@ from torch import Tensor
 from pfedla.augmentation import draw_crops
 from pfedla.contracts import (
     Algorithm,
+    Answer,
     ClientMetrics,
     ClientState,
     Cohort,
+    Failure,
     LocalData,
     LocalResult,
     Params,
     Payload,
     Recalibrate,
-    Trained,
 )
 from pfedla.data.federation import Examples, Federation
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, Stopped
+from pfedla.faults import Faults
 from pfedla.seeds import generator
 from pfedla.tree import is_finite, stack
+from pfedla.uploads import NO_ANSWER
 
 Test = tuple[Tensor, Tensor]  # examples right, mean loss
+Outcome = tuple[LocalResult, Test] | Exception
+UNKNOWN: Test = (torch.tensor(torch.nan), torch.tensor(torch.nan))
 TRAINED = "__trained__"
 RECALIBRATION_EXAMPLES = 2048
+CPU = torch.device("cpu")
+NO_FAULTS = Faults()
 NO_DATA = LocalData(*[torch.empty(0)] * len(LocalData._fields))
+
+R = TypeVar("R")
 
 
 class SimulatedClients(ABC):
@@ -39,44 +48,61 @@ class SimulatedClients(ABC):
 
     def __init__(
         self, algorithm: Algorithm, federation: Federation, *, device: str = "cpu", threads: int = 0,
-        recalibrate: Recalibrate = "unsampled",
+        recalibrate: Recalibrate = "unsampled", faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.device = usable_device(device)
         self.algorithm = dataclasses.replace(algorithm, task=algorithm.task.to(self.device))
         self.federation = federation
         self.threads = threads or os.cpu_count() or 1
         self.recalibrate = recalibrate
+        self.faults = faults
+        self.stopping = stopping  # asked before each client trains; if true it raises Stopped, and nobody's state has changed
         initial = self.algorithm.init_client()
         self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
         self._trained = torch.zeros(len(federation), dtype=torch.bool)
         self._pending: dict[int, ClientState] = {}
 
     @abstractmethod
-    def _train(self, cohort: Cohort, downloads: Payload) -> list[tuple[LocalResult, Test]]:
-        """Every client's local update and the test of its trained model, in the order of the cohort."""
+    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
+        """Every client's local update and the test of its trained model, or what it raised, in the order of the cohort."""
 
     @abstractmethod
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
-        """The test of every client's personal model, in the order of the cohort."""
+        """The test of every client's personal model, in the order of the cohort; UNKNOWN for one that raises."""
 
-    def train(self, cohort: Cohort, downloads: Payload) -> Trained:
-        results, tests = zip(*self._train(cohort, self._on_device(downloads)), strict=True)
-        self._pending = {client: result.client for client, result in zip(cohort.ids.tolist(), results, strict=True)}
-        uploads = Payload(
-            {name: value.cpu() for name, value in stack([result.upload.tensors for result in results]).items()},
-            torch.stack([result.upload.sent for result in results]).cpu(),
-            {name: value.cpu() for name, value in stack([result.upload.extras for result in results]).items()},
-        )
-        losses = torch.stack([result.loss for result in results]).cpu()
-        finite = torch.tensor([is_finite(result.model) and is_finite(result.client) for result in results])
-        return Trained(cohort, uploads, losses, self._metrics(cohort, tests), finite)
+    def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
+        answers: list[Answer | Failure] = [NO_ANSWER] * len(cohort.ids)
+        answering = self.faults.answering(cohort).nonzero().squeeze(1)
+        if len(answering) < len(answers):
+            cohort, downloads = cohort.only(answering), downloads.rows(answering)
+        attackers = set(self.faults.attacking(len(self.federation), cohort.seed).tolist())
+        self._pending = {}
+        outcomes = self._train(cohort, self._on_device(downloads)) if len(answering) else []
+        for position, (row, client, outcome) in enumerate(zip(answering.tolist(), cohort.ids.tolist(), outcomes, strict=True)):
+            if isinstance(outcome, Exception):
+                answers[row] = Failure("raised", f"{type(outcome).__name__}: {outcome}".splitlines()[0], outcome)
+                continue
+            result, test = outcome
+            upload = _moved(result.upload, CPU)
+            if client in attackers and self.faults.attacks(cohort, client):
+                before = {name: value.cpu() for name, value in self._clients[client].items()}
+                start = {**before, **downloads.rows(position).tensors}
+                upload = self.faults.attacked(cohort, client, upload, start)
+            self._pending[client] = result.client
+            accuracy, loss = self._metrics(client, test)
+            finite = is_finite(result.model) and is_finite(result.client)
+            answers[row] = Answer(upload, result.loss.cpu(), accuracy, loss, finite)
+        return answers
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
-        return self._metrics(cohort, self._evaluate(cohort, self._on_device(downloads)))
+        tests = self._evaluate(cohort, self._on_device(downloads))
+        metrics = [self._metrics(client, test) for client, test in zip(cohort.ids.tolist(), tests, strict=True)]
+        return ClientMetrics(*(torch.tensor(column, dtype=torch.float64) for column in zip(*metrics, strict=True)))
 
-    def _metrics(self, cohort: Cohort, tests: Sequence[Test]) -> ClientMetrics:
-        correct, loss = (torch.stack(values).cpu().double() for values in zip(*tests, strict=True))
-        return ClientMetrics(correct / torch.tensor([len(self.federation.test[i].y) for i in cohort.ids]), loss)
+    def _metrics(self, client: int, test: Test) -> tuple[float, float]:
+        """Accuracy and loss."""
+        correct, loss = test
+        return correct.item() / len(self.federation.test[client].y), loss.item()
 
     def commit(self, accepted: Tensor) -> None:
         for client in accepted.tolist():
@@ -86,8 +112,11 @@ class SimulatedClients(ABC):
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         downloads = self._on_device(downloads)
-        models = [self._personal(cohort, client, downloads.rows(row)) for row, client in enumerate(cohort.ids.tolist())]
-        return [{name: value.cpu() for name, value in model.items()} for model in models]
+        models = []
+        for row, client in enumerate(cohort.ids.tolist()):
+            model = attempt(self._personal, cohort, client, own_row(downloads, row))
+            models.append({} if isinstance(model, Exception) else {name: value.cpu() for name, value in model.items()})
+        return models
 
     def state(self) -> Params:
         """Everybody's private state, stacked, and who has trained."""
@@ -123,7 +152,8 @@ class SimulatedClients(ABC):
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
         return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
 
-    def _local_data(self, cohort: Cohort, client: int) -> LocalData:
+    def _local_data(self, cohort: Cohort, client: int, epochs: int | None = None) -> LocalData:
+        """All that a client trains on in a round, or the first of its epochs."""
         examples, held_out = self._split(client, cohort.seed)
         draws = generator(cohort.seed, "batches", cohort.round, client)
         training = self.algorithm.training
@@ -132,9 +162,13 @@ class SimulatedClients(ABC):
         shaken = len(examples.y) if training.augment else 0
         crops = draw_crops(training.epochs, shaken, generator(cohort.seed, "crops", cohort.round, client))
         return LocalData(
-            x=self._inputs(examples.x), y=examples.y.to(self.device), order=order.to(self.device), crops=crops.to(self.device),
+            x=self._inputs(examples.x), y=examples.y.to(self.device),
+            order=order[:epochs].to(self.device), crops=crops[:epochs].to(self.device),
             held_out_x=self._inputs(held_out.x), held_out_y=held_out.y.to(self.device),
         )  # fmt: skip
+
+    def _epochs(self, cohort: Cohort, client: int) -> int:
+        return self.faults.epochs(cohort, client, self.algorithm.training.epochs)
 
     def _test_data(self, client: int) -> tuple[Tensor, Tensor]:
         examples = self.federation.test[client]
@@ -162,8 +196,30 @@ class SimulatedClients(ABC):
             return self.algorithm.task.recalibrated(model, self._inputs(x))
 
     def _on_device(self, payload: Payload) -> Payload:
-        tensors, extras = ({name: v.to(self.device) for name, v in part.items()} for part in (payload.tensors, payload.extras))
-        return Payload(tensors, payload.sent.to(self.device), extras)
+        return _moved(payload, self.device)
+
+
+def attempt(function: Callable[..., R], *args: object) -> R | Exception:
+    """What a client's function returns, or what it raised: one client's failure is not the others'."""
+    try:
+        return function(*args)
+    except Stopped:
+        raise
+    except Exception as error:
+        return error
+
+
+def own_row(payload: Payload, row: int) -> Payload:
+    """One client's share, copied: small products round differently by where a number lies in memory, and a client's results
+    must not depend on who else is in its cohort."""
+    one = payload.rows(row)
+    tensors, extras = ({name: v.clone() for name, v in part.items()} for part in (one.tensors, one.extras))
+    return Payload(tensors, one.sent.clone(), extras)
+
+
+def _moved(payload: Payload, device: torch.device) -> Payload:
+    tensors, extras = ({name: v.to(device) for name, v in part.items()} for part in (payload.tensors, payload.extras))
+    return Payload(tensors, payload.sent.to(device), extras)
 
 
 def usable_device(name: str) -> torch.device:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from pfedla.contracts import Cohort, LocalResult, Params, Payload
-from pfedla.engines.clients import SimulatedClients, Test
+from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, Test, attempt, own_row
+from pfedla.errors import Stopped
 from pfedla.training import evaluate
 
 R = TypeVar("R")
@@ -17,25 +19,30 @@ R = TypeVar("R")
 class ThreadedEngine(SimulatedClients):
     _pool: ThreadPoolExecutor | None = None
 
-    def _train(self, cohort: Cohort, downloads: Payload) -> list[tuple[LocalResult, Test]]:
+    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
         def one(row: int, client: int) -> tuple[LocalResult, Test]:
-            data = self._local_data(cohort, client)
-            result = self.algorithm.local_update(self._clients[client], downloads.rows(row), data)
+            if self.stopping():
+                raise Stopped
+            data = self._local_data(cohort, client, self._epochs(cohort, client))
+            result = self.algorithm.local_update(self._clients[client], own_row(downloads, row), data)
             return result, self._test(result.model, client)
 
         return self._map(one, cohort)
 
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
-        return self._map(lambda row, client: self._test(self._personal(cohort, client, downloads.rows(row)), client), cohort)
+        def one(row: int, client: int) -> Test:
+            return self._test(self._personal(cohort, client, own_row(downloads, row)), client)
+
+        return [UNKNOWN if isinstance(test, Exception) else test for test in self._map(one, cohort)]
 
     def _test(self, model: Params, client: int) -> Test:
         with torch.no_grad():
             return evaluate(self.algorithm.task, model, *self._test_data(client))
 
-    def _map(self, function: Callable[[int, int], R], cohort: Cohort) -> list[R]:
+    def _map(self, function: Callable[[int, int], R], cohort: Cohort) -> list[R | Exception]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.threads, "client", initializer=torch.set_num_threads, initargs=(1,))
-        return list(self._pool.map(function, range(len(cohort.ids)), cohort.ids.tolist()))
+        return list(self._pool.map(partial(attempt, function), range(len(cohort.ids)), cohort.ids.tolist()))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._pool is not None:

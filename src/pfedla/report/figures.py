@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from pfedla.report.tables import where
+from pfedla.report.tables import counted, where
 
 Array = npt.NDArray[Any]
 DPI = 150
@@ -40,6 +40,8 @@ def draw_run(run: Path) -> list[Path]:
     if (found := read_alpha(run)) is not None:
         alpha, layers, rounds = found
         drawn += [draw_alpha(run, alpha[-1], layers, rounds[-1]), draw_self_weight(run, alpha, layers, rounds)]
+        if attackers := read_result(run).get("attackers"):
+            drawn.append(draw_attackers(run, alpha, layers, rounds, attackers))
     return drawn
 
 
@@ -56,8 +58,8 @@ def draw_learning_curve(run: Path) -> Path:
     figure, axes = subplots(figsize=(6, 3.6))
     axis = axes[0, 0]
     x = [line["round"] for line in rounds]
-    mean = 100 * np.array([line["accuracy"]["mean"] for line in rounds])
-    p10 = 100 * np.array([line["accuracy"]["p10"] for line in rounds])
+    mean = 100 * np.array([counted(line)["accuracy"]["mean"] for line in rounds], float)
+    p10 = 100 * np.array([counted(line)["accuracy"]["p10"] for line in rounds], float)
     after = [np.nan if (v := line["accuracy_after_training"]) is None else 100 * v for line in rounds]
     marker = "o" if len(x) < 15 else None
     axis.plot(x, mean, color="C0", marker=marker, markersize=3, label="personal models, mean of clients")
@@ -118,13 +120,32 @@ def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[in
     return save(figure, run / "self_weight.png")
 
 
+def draw_attackers(run: Path, alpha: Array, layers: list[str], rounds: list[int], attackers: list[int]) -> Path:
+    """How much of each layer the honest clients take from the attackers together, over the rounds."""
+    figure, axes = subplots(figsize=(6, 3.6))
+    axis = axes[0, 0]
+    honest = [client for client in range(alpha.shape[1]) if client not in attackers]
+    taken = alpha[:, honest][..., attackers].sum(-1)  # [snapshots, honest clients, layers]
+    for layer, name in enumerate(layers):
+        axis.plot(rounds, taken[..., layer].mean(-1), label=name, color=f"C{layer}")
+        axis.fill_between(rounds, taken[..., layer].min(-1), taken[..., layer].max(-1), alpha=0.1, color=f"C{layer}")
+    axis.axhline(len(attackers) / alpha.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
+    axis.set(xlabel="round", ylabel="weight on the attackers", ylim=(0, None))
+    who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
+    title = f"Weight that honest clients give to the attackers ({who}), per layer: mean and range"
+    axis.set_title(f"{title}\n{_title(run)}", fontsize=9)
+    _finish(axis)
+    axis.legend(fontsize=8, ncols=2)
+    return save(figure, run / "attackers.png")
+
+
 def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
     """Learning curves of several algorithms: the mean over seeds, and their standard deviation."""
     figure, axes = subplots(figsize=(6.5, 4))
     axis = axes[0, 0]
     for position, (name, folders) in enumerate(runs.items()):
         lines = [read_rounds(folder) for folder in folders]
-        curves = 100 * np.array([[line["accuracy"]["mean"] for line in one] for one in lines])
+        curves = 100 * np.array([[counted(line)["accuracy"]["mean"] for line in one] for one in lines], float)
         x = [line["round"] for line in lines[0]]
         axis.plot(x, curves.mean(0), label=name, color=f"C{position}", marker="o" if len(x) < 15 else None, markersize=3)
         if len(curves) > 1:

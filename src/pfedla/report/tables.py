@@ -24,9 +24,9 @@ class Row:
         if not self.results:
             return ["–"] * len(COLUMNS)
         return [
-            _spread([result["accuracy"]["mean"] for result in self.results]),
-            _spread([result["accuracy_after_training"]["mean"] for result in self.results]),
-            _spread([result["accuracy"]["worst"] for result in self.results]),
+            _spread([counted(result)["accuracy"]["mean"] for result in self.results]),
+            _spread([counted(result)["accuracy_after_training"]["mean"] for result in self.results]),
+            _spread([counted(result)["accuracy"]["worst"] for result in self.results]),
             f"{statistics.mean(result['traffic']['down_bytes'] for result in self.results) / MIB:.2f}",
             f"{statistics.mean(result['traffic']['up_bytes'] for result in self.results) / MIB:.2f}",
             f"{statistics.mean(result['seconds']['total'] for result in self.results):.1f}",
@@ -46,8 +46,7 @@ def comparison_markdown(rows: list[Row]) -> str:
     lines = [["algorithm", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
     lines += [[row.algorithm, *row.cells()] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-    leak = leak_line([result for row in rows for result in row.results])
-    return table + (f"\n{leak}\n" if leak else "")
+    return table + "".join(f"\n{line}\n" for line in warnings([result for row in rows for result in row.results]))
 
 
 def comparison_table(rows: list[Row]) -> Table:
@@ -69,10 +68,43 @@ def where(result: Mapping[str, Any]) -> str:
     return f"{Path(result['dataset']).name}{subset}, {result['partition']}{leak}, {clients} clients"
 
 
-def leak_line(results: Sequence[Mapping[str, Any]]) -> str:
-    """What a reader must know of overlapping federations (one per seed); empty for disjoint ones."""
-    if not any(result["overlapping"] for result in results):
-        return ""
+def counted(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a result's accuracies are: those of the honest clients, if some attack."""
+    honest: Mapping[str, Any] = result.get("honest", result)
+    return honest
+
+
+def warnings(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know beside the numbers: test data that leak, faults on purpose, clients that attack."""
+    lines = []
+    if any(result["overlapping"] for result in results):
+        lines.append(_leak_line(results))
+    faults = results[0].get("faults") if results else None
+    if faults:
+        lines.append(f"FAULTS on purpose: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
+    if results and "attackers" in results[0]:
+        attackers, clients = len(results[0]["attackers"]), results[0]["clients"]
+        lines.append(f"{attackers} of {clients} clients attack; accuracies are of the {clients - attackers} honest ones.")
+    return lines
+
+
+def failures_line(result: Mapping[str, Any]) -> list[str]:
+    """Who was left out of rounds, how often and why; nothing if nobody was."""
+    reasons: dict[str, dict[str, int]] = {}
+    for client, counts in result["failures"].items():
+        for reason, times in counts.items():
+            reasons.setdefault(reason, {})[client] = times
+    lines = []
+    for reason, times in sorted(reasons.items()):
+        often = sorted(times, key=lambda client: (-times[client], int(client)))
+        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
+        hint = "; a smaller --lr may help" if reason == "not finite" and "attackers" not in result else ""
+        lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' if len(often) > 1 else ''} {who}{hint}")
+    return lines
+
+
+def _leak_line(results: Sequence[Mapping[str, Any]]) -> str:
+    """Overlapping federations, one per seed."""
     shares = sorted({f"{100 * result['leaked_test_share']:.0f}" for result in results}, key=int)
     leaked = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
     return f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client."
@@ -85,7 +117,7 @@ def result_table(result: dict[str, Any]) -> Table:
     for heading in ("mean", "std", "lowest tenth", "worst"):
         table.add_column(heading, justify="right")
     for label, key in (("personal models", "accuracy"), ("after local training", "accuracy_after_training")):
-        numbers = [result[key][part] for part in ("mean", "std", "p10", "worst")]
+        numbers = [counted(result)[key][part] for part in ("mean", "std", "p10", "worst")]
         table.add_row(label, *("–" if number is None else f"{100 * number:.1f} %" for number in numbers))
     return table
 

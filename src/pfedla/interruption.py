@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: the first asks a run to stop where it can be continued, the second stops it at once."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+EXIT_CODE = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """While it is entered, `wanted()` tells whether a signal has come."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._wanted = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def wanted(self) -> bool:
+        return self._wanted
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted:
+            raise KeyboardInterrupt
+        self._wanted = True
+        if not self.quiet:  # not through a buffer: the signal may have come while it was being written to
+            os.write(2, b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n")
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,147 @@
+"""The run folder on disk: one process at a time, its lines and checkpoints, and how a run goes on in it."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from pfedla.checkpoint import Cadence, ChangedExperimentError, Checkpoints, Progress, differing, write_whole
+from pfedla.contracts import Params
+from pfedla.errors import PfedlaError
+from pfedla.experiment import Experiment, read_toml
+from pfedla.files import read_json
+
+EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
+
+
+def new_folder(path: Path) -> Path:
+    """A folder that was not there before: nothing is ever overwritten."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise PfedlaError(
+            f"{path} exists already and is never overwritten; choose another folder with --out, or go on in it with --resume"
+        ) from None
+    except OSError as error:
+        raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
+    return path
+
+
+class RunFolder:
+    """A run's place on disk, locked while it is entered; keeps the run's progress (simulation.Keeper)."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self.reopened = resume and path.exists()
+        if not self.reopened:
+            new_folder(path)
+        self.say: Callable[[str], None] = lambda line: None
+        self.on_restored: Callable[[Progress], None] = lambda progress: None
+        self.stopping: Callable[[], bool] = lambda: False
+        self._lock = FileLock(path / ".lock")
+        self._saved = 0  # the round after which the last checkpoint was written
+
+    def __enter__(self) -> Self:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise PfedlaError(
+                f"{self.path}: another process is at work in this folder; wait, or choose another folder"
+            ) from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self.reopened and not (self.path / LINES).exists() and not self._saved:
+            shutil.rmtree(self.path, ignore_errors=True)  # it failed before anything was learned: leave nothing behind
+        self._lock.release()
+
+    def begin(self, experiment: Experiment) -> dict[str, Any] | None:
+        """Write the experiment down, or check that it is the one that was. The result, if there is nothing left to do."""
+        self.experiment = experiment
+        cadence = experiment.checkpoint
+        self.cadence = Cadence(cadence.rounds, cadence.minutes)
+        self.checkpoints = Checkpoints(self.path / CHECKPOINTS, experiment.numbers(), self.say)
+        written, result = self.path / EXPERIMENT, None
+        if self.reopened and written.exists():
+            if changed := differing(Experiment.parse(read_toml(written)).numbers(), experiment.numbers()):
+                raise ChangedExperimentError(changed)
+            result = self._result()
+        elif self.reopened and any(self.path.glob("[!.]*")):
+            raise PfedlaError(f"{self.path} is no run folder: it has no {EXPERIMENT}; choose another with --out")
+        if result is None or result["rounds"] < experiment.rounds:
+            if result is not None and not self.checkpoints.rounds():
+                raise PfedlaError(f"{self.path} is finished and has no checkpoint left to go on from; start in a new folder")
+            self.write(EXPERIMENT, experiment.to_toml())
+            return None
+        if result["rounds"] > experiment.rounds:
+            raise self._too_few(result["rounds"])
+        return result
+
+    def _result(self) -> dict[str, Any] | None:
+        path = self.path / RESULT
+        if not path.exists():
+            return None
+        result = read_json(path)
+        if not isinstance(result, dict) or not isinstance(result.get("rounds"), int):
+            raise PfedlaError(f"{path} is damaged: it has no rounds")
+        return result
+
+    def _too_few(self, played: int) -> PfedlaError:
+        return PfedlaError(f"{self.path} has played {played} rounds already, more than the {self.experiment.rounds} asked for")
+
+    def restore(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None:
+        """Where the run stands: the newest whole checkpoint; None for a run that starts."""
+        if not self.reopened:
+            return None
+        found = self.checkpoints.newest(fresh, clients)
+        progress = fresh if found is None else found[0]
+        if progress.round > self.experiment.rounds:
+            raise self._too_few(progress.round)
+        self.say(
+            f"{self.path}: going on after round {progress.round}" if found else f"{self.path}: no checkpoint yet, starting"
+        )
+        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete
+        self._keep_lines(progress.round)
+        self._saved = progress.round
+        self.on_restored(progress)
+        return found
+
+    def save_if_due(self, progress: Progress, clients: Callable[[], Params], *, anyway: bool) -> None:
+        if progress.round == self._saved or not (anyway or self.cadence.due(progress.round)):
+            return
+        lines = self.path / LINES
+        if lines.exists():
+            with lines.open("rb") as file:
+                os.fsync(file.fileno())  # the lines up to here must be there if the checkpoint is
+        self.checkpoints.save(progress, clients())
+        self.cadence.saved()
+        self._saved = progress.round
+
+    def add_line(self, line: dict[str, Any]) -> None:
+        with (self.path / LINES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _keep_lines(self, played: int) -> None:
+        """Leave out the lines of rounds that are played again, and of one that was evaluated only as a shorter run's last."""
+        if not (self.path / LINES).exists():
+            return
+        kept = []
+        for line in (self.path / LINES).read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                number = json.loads(line)["round"]
+                wanted = number % self.experiment.evaluate_every == 0 or number == self.experiment.rounds
+                kept += [line] if number <= played and wanted else []
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off while it was written
+        self.write(LINES, "".join(f"{line}\n" for line in kept))
+
+    def write(self, name: str, text: str) -> None:
+        write_whole(self.path / name, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        self.write(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
