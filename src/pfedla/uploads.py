@@ -118,8 +118,8 @@ def update_norm(upload: Payload, download: Payload) -> float:
 
 
 def too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
-    """Those longer than `bound` medians, and by how much. The longest goes first and the median is taken anew, so that who
-    stays does not depend on whether those who go were there at all."""
+    """Those longer than `bound` medians, and by how much. The longest goes first and the median is taken anew, so that those
+    who stay are those who would stay if those who go had not been there at all."""
     left = sorted(norms, key=lambda row: (norms[row], row))
     gone: dict[int, float] = {}
     while len(left) > 1:
