@@ -57,9 +57,9 @@ class Reporter:
             left = (time.perf_counter() - self.start) / self.played * (self.total - self.done)
             self.say(f"{self.label}: round {played.round}, accuracy {self.accuracy}, {left:.0f} s left")
         for reason, clients in by_reason(played.failures).items():
-            detail = played.failures[clients[0]].detail
             who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
-            self.say(f"round {played.round}: {who} left out: {reason}{f' ({detail})' if detail else ''}")
+            detail = f" (client {clients[0]}: {first})" if (first := played.failures[clients[0]].detail) else ""
+            self.say(f"round {played.round}: {who} left out: {reason}{detail}")
 
     def __enter__(self) -> Self:
         if self._live:

@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 EXIT_CODE = 130
+SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -22,8 +23,9 @@ class Interruption:
         return self._wanted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._wanted:
-            raise KeyboardInterrupt
+        if self._wanted:  # at once: without waiting for clients at work. What is on disk is whole at any moment.
+            os.write(2, SHOW_CURSOR if os.isatty(2) else b"")
+            os._exit(EXIT_CODE)
         self._wanted = True
         if not self.quiet:  # not through a buffer: the signal may have come while it was being written to
             os.write(2, b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n")
