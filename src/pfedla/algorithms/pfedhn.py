@@ -39,12 +39,15 @@ class PFedHN(SendsParameters):
     hidden_layers: Annotated[int, Field(ge=0, le=100)] = 3  # after the first one
 
     def check(self, num_clients: int) -> None:
-        hidden, size = self.hidden_size, self._embedding_size(num_clients)
-        trunk = hidden * (size + 1) + self.hidden_layers * hidden * (hidden + 1)
-        network = num_clients * size + trunk + (hidden + 1) * sum(self.task.layers.num_parameters)
-        check_affordable(f"a hypernetwork with hidden_size = {hidden}, and its momentum,", 2 * network)
+        check_affordable(f"a hypernetwork with hidden_size = {self.hidden_size}", self.hypernetwork_numbers(num_clients))
 
     # The hypernetwork
+
+    def hypernetwork_numbers(self, num_clients: int) -> int:
+        """Embeddings, trunk, heads, and as much momentum."""
+        hidden, size = self.hidden_size, self._embedding_size(num_clients)
+        trunk = hidden * (size + 1) + self.hidden_layers * hidden * (hidden + 1)
+        return 2 * (num_clients * size + trunk + (hidden + 1) * sum(self.task.layers.num_parameters))
 
     def _embedding_size(self, num_clients: int) -> int:
         return int(1 + num_clients / 4) if self.embedding_size == "auto" else self.embedding_size

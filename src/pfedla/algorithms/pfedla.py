@@ -41,10 +41,13 @@ class PFedLA(Algorithm):
             )
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer')
-        one = self._hypernetwork(num_clients).num_parameters
-        check_affordable(f"hypernetworks of {num_clients} clients with hidden_size = {self.hidden_size}", num_clients * one)
+        what = f"hypernetworks of {num_clients} clients with hidden_size = {self.hidden_size}"
+        check_affordable(what, self.hypernetwork_numbers(num_clients))
 
     # Server
+
+    def hypernetwork_numbers(self, num_clients: int) -> int:
+        return num_clients * self._hypernetwork(num_clients).num_parameters
 
     def _hypernetwork(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(
