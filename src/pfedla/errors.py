@@ -1,6 +1,7 @@
 """What the user can put right: a sentence that names the thing and the choices."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -18,7 +19,27 @@ class Stopped(Exception):  # noqa: N818 (nothing is wrong)
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
     """Names the thing, the nearest choice if one is near, and all choices."""
-    names = list(choices)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    names, asked = list(choices), shown(name)
+    near = difflib.get_close_matches(asked.strip("'").lower(), names, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return PfedlaError(f"unknown {kind} {name!r}{meant}; choose one of: {', '.join(names) or 'none'}")
+    return PfedlaError(f"unknown {kind} {asked}{meant}; choose one of: {', '.join(names) or 'none'}")
+
+
+def shown(value: object) -> str:
+    """A value of a stranger's file as it stands in a sentence: cut where it is long or deep."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python refuses to write a whole number of more than 4,300 digits
+        return f"a huge {type(value).__name__}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120, 60
+
+AFFORDABLE = 2**36  # bytes (64 GiB)
+
+
+def check_affordable(what: str, numbers: int) -> None:
+    """Refuse what would take absurdly much memory (float32) before any of it is taken."""
+    if 4 * numbers > AFFORDABLE:
+        raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB of memory; more than {AFFORDABLE >> 30} is refused")

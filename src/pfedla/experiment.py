@@ -19,6 +19,7 @@ from pfedla.engines import ENGINES
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, unknown
 from pfedla.faults import Attack, Faults
+from pfedla.files import check_size
 from pfedla.models import MODELS, build_model, model_for, task_of
 from pfedla.seeds import generator
 from pfedla.simulation import Settings
@@ -182,11 +183,12 @@ def _explain(error: ValidationError) -> str:
 
 def read_toml(path: Path) -> dict[str, Any]:
     path = path / "experiment.toml" if path.is_dir() else path  # a run folder
+    if not path.exists():
+        raise PfedlaError(f"{path}: no such experiment file")
+    check_size(path, 2**20)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PfedlaError(f"{path}: no such experiment file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise PfedlaError(f"{path}: not a TOML file: {error}") from None
 
 

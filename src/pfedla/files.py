@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,3 +82,9 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text:.40} is too large")
     return number
+
+
+def safe_name(text: str) -> str:
+    """A stranger's text as a part of a file's name: it stays in its folder, is seen, and is not too long."""
+    name = re.sub(r"[^\w.-]+", "_", text).encode()[:60].decode(errors="ignore")
+    return name.strip("._") or "unnamed"

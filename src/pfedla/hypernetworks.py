@@ -40,6 +40,13 @@ class LayerWeightHypernetwork:
     hidden_size: int = 100
     normalise: Literal["softmax", "relu"] = "softmax"
 
+    @property
+    def num_parameters(self) -> int:
+        """Of one client: embedding, trunk, heads."""
+        hidden = self.hidden_size
+        trunk = hidden * (self.embedding_size + 1) + (TRUNK_DEPTH - 1) * hidden * (hidden + 1)
+        return self.embedding_size + trunk + self.num_layers * self.num_senders * (hidden + 1)
+
     def init(self, num_clients: int, generator: torch.Generator) -> Params:
         """One draw, common to all clients: only their data break the symmetry, so renumbering clients changes nothing."""
         one: Params = {"embedding": torch.randn(self.embedding_size, generator=generator)}

@@ -15,6 +15,7 @@ from pfedla.layers import Layers
 from pfedla.tree import Params
 
 Shape = tuple[int, ...]  # of one example: (channels, height, width) or (features,)
+LARGEST_MODEL = 2**28  # parameters: 1 GiB
 
 
 class PaperCNN(nn.Module):
@@ -95,12 +96,28 @@ def model_for(shape: Shape) -> str:
     return "cnn-bn" if shape[0] == 3 else "cnn"
 
 
-def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Generator) -> nn.Module:
-    """A named model, its weights drawn from `generator`; the global random stream is left as it was."""
+def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
+    """A named model without memory (on "meta"): what it would be made of, if it is possible and not absurdly large."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     if len(shape) != 3 and name != "mlp":
         raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
+    size = max(math.prod(shape), num_classes)
+    if size <= LARGEST_MODEL:  # beyond, torch cannot even count
+        with torch.device("meta"):
+            module = MODELS[name](shape, num_classes)
+        size = sum(parameter.numel() for parameter in module.parameters())
+    if size > LARGEST_MODEL:
+        raise PfedlaError(
+            f"model {name!r} for examples of shape {shape} and {num_classes} classes would be too large: more than "
+            f"{LARGEST_MODEL:,} parameters"
+        )
+    return module
+
+
+def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Generator) -> nn.Module:
+    """A named model, its weights drawn from `generator`; the global random stream is left as it was."""
+    outline(name, shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator.initial_seed())
         return MODELS[name](shape, num_classes)

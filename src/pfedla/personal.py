@@ -3,11 +3,11 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -15,22 +15,35 @@ from pfedla.data.own import load_npz
 from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import Experiment, build_federation, read_toml
 from pfedla.files import read_json, read_tensors
-from pfedla.models import build_model, load_tensors, task_of
+from pfedla.models import build_model, load_tensors, outline, task_of
 from pfedla.run_folder import new_folder
 from pfedla.training import evaluate
+
+# FailFast: without it, a strange file of a few MB could be answered by GBs of error messages.
+Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], FailFast()]
+Names = Annotated[tuple[str, ...], FailFast()]
+Means = Annotated[tuple[Annotated[float, Field(ge=0, le=255)], ...], FailFast()]
+Spreads = Annotated[tuple[Annotated[float, Field(ge=1e-6, le=255)], ...], FailFast()]
 
 
 class FederationFile(BaseModel):
     """federation.json of a run folder."""
 
-    shape: tuple[Annotated[int, Field(ge=1)], ...]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    clients: tuple[str, ...]
-    train: list[list[int]]
-    test: list[list[int]]
+    shape: Shape
+    classes: Names
+    mean: Means  # of uint8 images, per channel; empty: inputs are used as they are
+    std: Spreads
+    clients: Names
+    test: list[Any]  # [clients, classes], only ever compared
     subset: str = ""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.shape) not in (1, 3):
+            raise ValueError(f"shape has {len(self.shape)} numbers, not 1 or 3")
+        if (len(self.mean), len(self.std)) not in ((0, 0), (self.shape[0], self.shape[0])):
+            raise ValueError(f"{len(self.mean)} means and {len(self.std)} standard deviations for shape {self.shape}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ def _position(client: str, names: tuple[str, ...]) -> int:
     """A client by its name; by its number where no name is a number."""
     if client in names:
         return names.index(client)
-    if client.isdecimal() and int(client) < len(names) and not any(name.isdecimal() for name in names):
+    if client in map(str, range(len(names))) and not any(name.isdecimal() for name in names):
         return int(client)
     raise unknown("client", client, names)
 
@@ -80,11 +93,15 @@ def load_personal(run: Path, client: str) -> PersonalModel:
     try:
         federation = FederationFile.model_validate(read_json(run / "federation.json"))
     except ValidationError as error:
-        raise PfedlaError(f"{run / 'federation.json'} is damaged: {str(error).splitlines()[0]}") from None
+        problem = error.errors()[0]
+        where = "".join(f"{part}: " for part in problem["loc"])
+        raise PfedlaError(f"{run / 'federation.json'} is damaged: {where}{problem['msg']}") from None
     experiment = Experiment.parse(read_toml(run / "experiment.toml"))
     position = _position(client, federation.clients)
-    module = build_model(experiment.model, federation.shape, len(federation.classes), torch.Generator())
-    tensors = read_tensors(run / "models" / f"client-{position}.safetensors", task_of(module).initial())
+    model = experiment.model, federation.shape, len(federation.classes)
+    # Two strange files must agree on the sizes before anything of that size is made.
+    tensors = read_tensors(run / "models" / f"client-{position}.safetensors", task_of(outline(*model)).initial())
+    module = build_model(*model, torch.Generator())
     return PersonalModel(run, position, module, tensors, experiment, federation)
 
 
@@ -99,7 +116,9 @@ def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, A
 
 def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     section, federation = build_federation(personal.experiment.data, personal.experiment.seed)
-    if federation.class_counts()[:, 1].tolist() != personal.federation.test:
+    known = personal.federation
+    now = federation.shape, federation.classes, federation.class_counts()[:, 1].tolist()
+    if now != (known.shape, known.classes, known.test):
         raise PfedlaError(f"{section.dataset} is not what it was when the run was made; give a file with --data")
     return federation.test[personal.client]
 

@@ -24,7 +24,7 @@ from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
 from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.contracts import Algorithm, LocalTraining, Task
-from pfedla.errors import PfedlaError, unknown
+from pfedla.errors import PfedlaError, shown, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
@@ -60,7 +60,7 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
         option = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             raise unknown(f"option of {name}", option, model.model_fields) from None
-        raise PfedlaError(f"algorithm.{option} = {options[option]!r}: {problem['msg'].lower()}") from None
+        raise PfedlaError(f"algorithm.{option} = {shown(options[option])}: {problem['msg'].lower()}") from None
 
 
 def create(name: str, task: Task, training: LocalTraining, options: Mapping[str, object] | None = None) -> Algorithm:

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad_and_value
 
+from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import PfedlaError
@@ -30,8 +31,8 @@ class APFL(SendsParameters):
 
     mixing: Annotated[float, Field(ge=0, le=1)] = 0.5  # α: the share of the own model, to begin with if it is learned
     adaptive: bool = True  # whether α_i is learned
-    mixing_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = "auto"  # of α_i; auto: training.lr
-    joint_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: the local budget, at two gradients a step
+    mixing_lr: Rate | Literal["auto"] = "auto"  # of α_i; auto: training.lr
+    joint_epochs: Positive | Literal["auto"] = "auto"  # auto: the local budget, at two gradients a step
 
     def check(self, num_clients: int) -> None:
         if self.joint_epochs != "auto" and self.joint_epochs > self.training.epochs:

@@ -6,10 +6,9 @@ v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) is `sgd` with towards=w, pull=λ.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
+from pfedla.algorithms.bounds import Factor, Positive
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import PfedlaError
@@ -23,10 +22,8 @@ class Ditto(SendsParameters):
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "FedAvg, and a model of one's own pulled towards it"
 
-    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # λ; 0: the personal model never hears of the others
-    personal_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = (
-        "auto"  # of v_k; auto: as many as w gets, so twice the compute
-    )
+    penalty: Factor = 1.0  # λ; 0: the personal model never hears of the others
+    personal_epochs: Positive | Literal["auto"] = "auto"  # of v_k; auto: as many as w gets, so twice the compute
 
     def check(self, num_clients: int) -> None:
         if self._personal_epochs() > self.training.epochs:

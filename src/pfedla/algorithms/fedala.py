@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad
 
+from pfedla.algorithms.bounds import Natural, Rate
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.errors import NotApplicableError
@@ -29,12 +30,12 @@ class FedALA(SendsParameters):
     summary: ClassVar[str] = "FedAvg from an element-wise mix with one's own last layers"
     personalizes_on_data: ClassVar[bool] = True
 
-    adaptive_layers: Annotated[int, Field(ge=0)] = 1  # p, counted from the output; the layers below are the global ones
+    adaptive_layers: Natural = 1  # p, counted from the output; the layers below are the global ones
     sample_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # s: of the local data, to learn the weights on
-    weight_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # η of the weights
+    weight_lr: Rate = 1.0  # η of the weights
     # Departs from the paper: it learns the weights to convergence when it first does and then for one epoch a round; under
     # vmap all clients take the same number of steps, so it is a fixed number of epochs in every round.
-    weight_epochs: Annotated[int, Field(ge=0)] = 1
+    weight_epochs: Natural = 1
 
     def check(self, num_clients: int) -> None:
         if self.adaptive_layers > len(self.task.layers):

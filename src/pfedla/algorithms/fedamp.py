@@ -6,12 +6,12 @@ u_i = Σ_j ξ_ij w_j with ξ_ij = α_k A'(|w_i - w_j|²) is `download`, min f_i(
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import KeepsAllModels
 from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import PfedlaError
@@ -25,9 +25,9 @@ class FedAMP(KeepsAllModels):
     name: ClassVar[str] = "fedamp"
     summary: ClassVar[str] = "a mean of all models, the nearer ones weighing more"
 
-    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0  # the squared distance over which attention fades
-    step_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # α_k, the same in every round
-    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1  # λ
+    sigma: Rate = 10.0  # the squared distance over which attention fades
+    step_size: Rate = 1.0  # α_k, the same in every round
+    penalty: Factor = 0.1  # λ
 
     def check(self, num_clients: int) -> None:
         if self.training.lr * self._pull() >= 1:

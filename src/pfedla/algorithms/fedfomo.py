@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from pfedla.algorithms.bounds import Natural
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.seeds import generator
 from pfedla.training import evaluate, sgd
@@ -26,7 +27,7 @@ class FedFomo(Algorithm):
     summary: ClassVar[str] = "the own model and a few others', mixed by their held-out loss"
     personalizes_on_data: ClassVar[bool] = True
 
-    candidates: Annotated[int, Field(ge=0)] = 5  # M: other clients' models sent to each client, at most all
+    candidates: Natural = 5  # M: other clients' models sent to each client, at most all
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.3  # share of the candidates chosen at random, in the first round
     epsilon_decay: Annotated[float, Field(ge=0, le=1)] = 0.05  # taken off in every round
     validation_share: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, held out

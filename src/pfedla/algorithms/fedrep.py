@@ -4,11 +4,11 @@ Collins et al., "Exploiting Shared Representations for Personalized Federated Le
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
 from torch import Tensor, nn
 
+from pfedla.algorithms.bounds import Natural
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.contracts import LocalData, Params
 from pfedla.errors import NotApplicableError, PfedlaError
@@ -21,8 +21,8 @@ class FedRep(PartialFedAvg):
     summary: ClassVar[str] = "a shared body, a head of one's own; trained in turn"
 
     private: str = "head"  # "head": the last Linear layer; or names of layers separated by commas; "" for none
-    head_epochs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # auto: the local budget less the body's
-    body_epochs: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"  # auto: half of the local budget, rounded up
+    head_epochs: Natural | Literal["auto"] = "auto"  # auto: the local budget less the body's
+    body_epochs: Natural | Literal["auto"] = "auto"  # auto: half of the local budget, rounded up
 
     def check(self, num_clients: int) -> None:
         head, body = self._epochs()

@@ -5,10 +5,9 @@ and only the model that is deployed differs.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
+from pfedla.algorithms.bounds import Positive
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.contracts import ClientState, LocalData, Params, Payload
 from pfedla.errors import PfedlaError
@@ -22,7 +21,7 @@ class FedAvgFineTuned(FedAvg):
     summary: ClassVar[str] = "FedAvg, fine-tuned on the client before use"
     personalizes_on_data: ClassVar[bool] = True
 
-    fine_tuning_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: as many as the local budget
+    fine_tuning_epochs: Positive | Literal["auto"] = "auto"  # auto: as many as the local budget
 
     def check(self, num_clients: int) -> None:
         if self._epochs() > self.training.epochs:

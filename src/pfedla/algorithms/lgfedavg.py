@@ -4,10 +4,9 @@ Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Gl
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
+from pfedla.algorithms.bounds import Positive
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.errors import NotApplicableError
 
@@ -17,7 +16,7 @@ class LGFedAvg(PartialFedAvg):
     name: ClassVar[str] = "lg-fedavg"
     summary: ClassVar[str] = "a representation of one's own, shared last layers"
 
-    shared_layers: Annotated[int, Field(ge=1)] = 1  # counted from the output
+    shared_layers: Positive = 1  # counted from the output
 
     def check(self, num_clients: int) -> None:
         if self.shared_layers >= len(self.task.layers):

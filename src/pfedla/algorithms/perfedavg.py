@@ -8,13 +8,13 @@ Hessian-vector product is `_curvature`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.func import grad, grad_and_value
 
+from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.training import batches
@@ -30,10 +30,10 @@ class PerFedAvg(SendsParameters):
     personalizes_on_data: ClassVar[bool] = True
 
     # Not `alpha`: Algorithm.alpha are the learned weights of pFedLA.
-    inner_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01  # α
-    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"] = "auto"  # outer rate; auto: training.lr
+    inner_lr: Factor = 0.01  # α
+    beta: Rate | Literal["auto"] = "auto"  # outer rate; auto: training.lr
     hessian_free: bool = False  # False: first order, the Hessian is left out
-    delta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.001
+    delta: Rate = 0.001
     weighted: bool = False  # True: FedAvg's weights n_i in place of the paper's plain mean
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

@@ -15,8 +15,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
+from pfedla.errors import check_affordable
 from pfedla.seeds import generator
 from pfedla.tree import take
 
@@ -28,15 +30,27 @@ class PFedHN(SendsParameters):
     name: ClassVar[str] = "pfedhn"
     summary: ClassVar[str] = "one hypernetwork writes every client's weights"
 
-    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
+    hypernetwork_lr: Rate = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0  # largest global norm of one client's gradient
+    weight_decay: Factor = 1e-3
+    clip: Rate = 50.0  # largest global norm of one client's gradient
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"  # int(1 + N/4)
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_layers: Annotated[int, Field(ge=0, le=100)] = 3  # after the first one
 
+    def check(self, num_clients: int) -> None:
+        check_affordable(f"a hypernetwork with hidden_size = {self.hidden_size}", self.hypernetwork_numbers(num_clients))
+
     # The hypernetwork
+
+    def hypernetwork_numbers(self, num_clients: int) -> int:
+        """Embeddings, trunk, heads, and as much momentum."""
+        hidden, size = self.hidden_size, self._embedding_size(num_clients)
+        trunk = hidden * (size + 1) + self.hidden_layers * hidden * (hidden + 1)
+        return 2 * (num_clients * size + trunk + (hidden + 1) * sum(self.task.layers.num_parameters))
+
+    def _embedding_size(self, num_clients: int) -> int:
+        return int(1 + num_clients / 4) if self.embedding_size == "auto" else self.embedding_size
 
     def _parameters(self) -> Params:
         """A model whose shapes are those to be written."""
@@ -51,7 +65,7 @@ class PFedHN(SendsParameters):
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         draws = generator(seed, "hypernetwork")
-        size = int(1 + num_clients / 4) if self.embedding_size == "auto" else self.embedding_size
+        size = self._embedding_size(num_clients)
         embeddings = {EMBEDDING: torch.randn(num_clients, size, generator=draws)}  # as nn.Embedding starts
         network = self._linear("trunk0", size, self.hidden_size, draws)
         for depth in range(1, self.hidden_layers + 1):

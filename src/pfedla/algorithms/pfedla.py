@@ -11,8 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from pfedla.algorithms.bounds import Natural, Positive, Rate
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.errors import NotApplicableError, PfedlaError
+from pfedla.errors import NotApplicableError, PfedlaError, check_affordable
 from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, normalise_or_own
 from pfedla.layers import choose, mix
 from pfedla.seeds import generator
@@ -25,9 +26,9 @@ class PFedLA(Algorithm):
     name: ClassVar[str] = "pfedla"
     summary: ClassVar[str] = "per layer, a learned mix of all clients' models"
 
-    retained_layers: Annotated[int, Field(ge=0)] = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
-    neighbours: Annotated[int, Field(ge=1)] | Literal["all"] = "all"  # K: only the K largest weights are mixed
-    hypernetwork_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0  # measured: docs/algorithms/pfedla.md
+    retained_layers: Natural = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
+    neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
+    hypernetwork_lr: Rate = 3.0  # measured: docs/algorithms/pfedla.md
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Literal["softmax", "relu"] = "softmax"
@@ -40,8 +41,13 @@ class PFedLA(Algorithm):
             )
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer')
+        what = f"hypernetworks of {num_clients} clients with hidden_size = {self.hidden_size}"
+        check_affordable(what, self.hypernetwork_numbers(num_clients))
 
     # Server
+
+    def hypernetwork_numbers(self, num_clients: int) -> int:
+        return num_clients * self._hypernetwork(num_clients).num_parameters
 
     def _hypernetwork(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(
@@ -139,4 +145,4 @@ class HeurpFedLA(PFedLA):
     name: ClassVar[str] = "heurpfedla"
     summary: ClassVar[str] = "pFedLA with the k most personal layers kept at home"
 
-    retained_layers: Annotated[int, Field(ge=0)] = 1
+    retained_layers: Natural = 1

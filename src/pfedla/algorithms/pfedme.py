@@ -7,12 +7,12 @@ min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ − w|². Names: λ `pen
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch.func import grad_and_value
 
+from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import PfedlaError
@@ -28,11 +28,11 @@ class PFedMe(SendsParameters):
     name: ClassVar[str] = "pfedme"
     summary: ClassVar[str] = "a model of one's own, held near the common one"
 
-    penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 15.0  # λ
-    inner_steps: Annotated[int, Field(ge=1)] = 5  # K
-    eta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.005  # η, of the local copy of the common model
-    personal_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01  # η_p, of θ; the common training.lr is not used
-    server_mix: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # β
+    penalty: Rate = 15.0  # λ
+    inner_steps: Positive = 5  # K
+    eta: Rate = 0.005  # η, of the local copy of the common model
+    personal_lr: Rate = 0.01  # η_p, of θ; the common training.lr is not used
+    server_mix: Rate = 1.0  # β
     equal_budget: bool = True  # True: as many gradient steps as the others make; False: K times as many
 
     def check(self, num_clients: int) -> None:

@@ -125,8 +125,8 @@ def _load_emnist(name: str, split: str) -> Dataset:
     source, classes = emnist_source(split), names.EMNIST[split]
     if (subset := _emnist_subset(source)) is not None:
         dataset = load_npz(subset)
-        numbers = [int(label) for label in dataset.classes if label.isdecimal() and int(label) < len(classes)]
-        named = tuple(classes[number] for number in numbers)
+        numbered = {str(number): label for number, label in enumerate(classes)}
+        named = tuple(numbered[label] for label in dataset.classes if label in numbered)
         return replace(
             dataset, name=name, classes=named if len(named) == len(dataset.classes) else dataset.classes, subset=str(subset)
         )

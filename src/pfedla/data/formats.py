@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ import numpy as np
 from pfedla.data.own import Array
 from pfedla.errors import PfedlaError
 
-LARGEST = 2**31  # bytes; the largest set of images that is read has 0.6 of 10^9
+LARGEST = 2**30  # bytes; the largest set of images that is read has 0.6 of 10^9
+INFLATION = 1032  # a byte of gzip cannot become more
 CIFAR_IMAGE = (3, 32, 32)
 CIFAR_BATCH = 10_000  # images in a published batch or test file
 
@@ -25,9 +27,10 @@ def read_idx(path: Path) -> Array:
             if zeros != 0 or kind != 8 or not 1 <= dimensions <= 4:
                 raise PfedlaError(f"{path}: not an IDX file of unsigned bytes; fetch it anew")
             shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
-            expected = int(np.prod(shape, dtype=object))
-            if expected > LARGEST:
-                raise PfedlaError(f"{path}: claims {expected} bytes; fetch it anew")
+            expected = math.prod(shape)
+            possible = path.stat().st_size * (INFLATION if path.suffix == ".gz" else 1)
+            if expected > min(possible, LARGEST):
+                raise PfedlaError(f"{path}: claims {expected} bytes, which are not there; fetch it anew")
             content = file.read(expected + 1)
     except (struct.error, EOFError, OSError, zlib.error) as error:
         raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it anew") from error

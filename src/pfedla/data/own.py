@@ -1,5 +1,6 @@
 """The user's own arrays, and what every data set is: plain arrays. Nothing is ever unpickled."""
 
+import math
 import zipfile
 import zlib
 from dataclasses import dataclass, replace
@@ -13,8 +14,14 @@ from pfedla.errors import PfedlaError
 
 Array = npt.NDArray[Any]
 PLAIN = "save plain arrays with numpy.savez (names as y.astype(str))"
+LARGEST = 2**33  # bytes of an array in a file
+LARGE, DENSEST = 2**28, 200  # an array of more bytes may not unpack to more times its packed size
+MOST_NUMBERS, MOST_EXAMPLES, MOST_CHANNELS = 2**31, 2**27, 1024
+MOST_DIFFERENT = {"y": 10_000, "client": 100_000}
+LONGEST_NAME = 1000  # characters
+HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 UNREADABLE = (  # what numpy and zipfile raise on damaged files
-    OSError, ValueError, TypeError, EOFError, MemoryError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error,
+    OSError, ValueError, TypeError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 
@@ -50,18 +57,44 @@ class Dataset:
 def load_npz(path: Path) -> Dataset:
     """A file with x, y, and optionally client (whose example) and test (a ready test split)."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found = list(file.files)
-            arrays = {name: np.asarray(file[name]) for name in ("x", "y", "client", "test") if name in found}
+        if not path.is_file():  # a pipe or a device would never end
+            raise FileNotFoundError
+        with zipfile.ZipFile(path) as archive:
+            found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            arrays = {name: _read_array(archive, found[name]) for name in ("x", "y", "client", "test") if name in found}
     except FileNotFoundError:
         raise PfedlaError(f"{path}: no such file") from None
+    except zipfile.BadZipFile as error:
+        why = f"{error}; if it is a pickle, which is never opened: {PLAIN}"
+        raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({why})") from None
     except UNREADABLE as error:
         if "pickle" in str(error):  # numpy would advise to allow it
-            raise PfedlaError(f"{path}: holds Python objects or is a pickle, which is never opened; {PLAIN}") from None
+            raise PfedlaError(f"{path}: holds Python objects, which are never opened; {PLAIN}") from None
         raise PfedlaError(f"{path}: cannot be read as .npz of plain arrays ({error})") from error
     if missing := {"x", "y"} - arrays.keys():
-        raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {', '.join(found) or 'nothing'}")
+        holds = ", ".join(found)[:200] or "nothing"
+        raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {holds}")
     return dataset_of(path.stem, **arrays)
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    """An array of the archive, once the size that its head claims is known to be there; numpy would allocate it unseen."""
+    size = member.file_size
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # of others, any amount may come at once
+        raise ValueError(f"{member.filename} is packed in a way that numpy never does")
+    if size > LARGEST or (size > LARGE and size > DENSEST * member.compress_size):
+        raise ValueError(f"{member.filename} would unpack to {size} bytes; if that is right, save it unpacked or save less")
+    with archive.open(member) as file:
+        try:
+            shape, _, dtype = HEADS[np.lib.format.read_magic(file)](file)
+        except Exception as error:  # numpy reads the head as Python: of a damaged one, the parser may raise anything
+            raise ValueError(f"{member.filename} does not begin as a plain array: {str(error)[:80]}") from None
+        claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+        if not dtype.hasobject and (claimed != there or not dtype.itemsize):
+            raise ValueError(f"{member.filename} claims {claimed} bytes and has {there}")
+        file.seek(0)
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test: Array | None = None) -> Dataset:
@@ -70,6 +103,8 @@ def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test:
     x = np.asarray(x)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape:
         raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give [n, features] or [n, (channels,) h, w] numbers")
+    if x.size > MOST_NUMBERS or len(x) > MOST_EXAMPLES:
+        raise PfedlaError(f"{name}: x has shape {x.shape}; at most {MOST_EXAMPLES:,} examples, {MOST_NUMBERS:,} numbers in all")
     for what, array in (("y", y), ("client", client), ("test", test)):
         if array is not None and np.shape(array) != (len(x),):
             raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
@@ -77,6 +112,8 @@ def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
         x = x.transpose(0, 3, 1, 2)  # channels last
+    if x.ndim == 4 and x.shape[1] > MOST_CHANNELS:
+        raise PfedlaError(f"{name}: the images have {x.shape[1]} channels, at most {MOST_CHANNELS} are possible")
     ready = None if test is None else np.asarray(test)
     if ready is not None and ready.dtype != bool:
         raise PfedlaError(f"{name}: test must be a boolean mask, it is {ready.dtype}")
@@ -87,9 +124,10 @@ def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test:
     if x.dtype == np.uint8 and x.ndim == 4:
         mean, std = pixel_statistics(x if ready is None or ready.all() else x[~ready])
     else:
-        x = x.astype(np.float32)
+        with np.errstate(over="ignore"):  # is said below
+            x = x.astype(np.float32)
         if not np.isfinite(x).all():
-            raise PfedlaError(f"{name}: x holds numbers that are not finite")
+            raise PfedlaError(f"{name}: x holds numbers that are not finite, or too large for float32")
     return Dataset(name, np.ascontiguousarray(x), targets, classes, mean, std, owner, client_names, ready)
 
 
@@ -111,9 +149,13 @@ def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def _numbered(name: str, what: str, values: Array) -> tuple[tuple[str, ...], Array]:
     """The distinct values as names, and for each example the number of its own."""
     values = np.asarray(values)
+    if values.dtype.kind in "SU" and values.dtype.itemsize > 4 * LONGEST_NAME:
+        raise PfedlaError(f"{name}: {what} is {values.dtype}; a name may have at most {LONGEST_NAME} characters")
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "replace")
     if values.dtype.kind not in "iubU":
         raise PfedlaError(f"{name}: {what} must hold whole numbers or names, it is {values.dtype}")
     names, numbers = np.unique(values, return_inverse=True)
+    if len(names) > MOST_DIFFERENT[what]:
+        raise PfedlaError(f"{name}: {what} has {len(names)} different values, at most {MOST_DIFFERENT[what]} are possible")
     return tuple(map(str, names)), numbers.astype(np.int64)

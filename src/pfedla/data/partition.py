@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfedla.data.own import Array, Dataset
+from pfedla.data.own import LARGEST, Array, Dataset
 from pfedla.data.recipe import Recipe
 from pfedla.data.rounding import balanced_counts
 from pfedla.data.rules import DEALT, Rule, rule_of
@@ -36,6 +36,9 @@ def split_of(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Spli
         return by_client(dataset, recipe.test_share, rng)
     rule = rule_of(dataset, recipe, rng)
     samples = recipe.samples_per_client or _largest_samples(dataset, rule, recipe)
+    size = recipe.clients * min(samples, len(dataset.y)) * dataset.x[:1].nbytes
+    if recipe.overlapping and size > LARGEST:  # the others have the data set once among them
+        raise PfedlaError(f"{recipe.clients} overlapping clients of {samples} samples would take {size >> 30} GiB; use fewer")
     examples = rule(samples)
     quotas = quotas_of(examples, recipe.test_share)
     if not _every_class_is_there(recipe, examples, quotas):
@@ -159,8 +162,8 @@ def by_client(dataset: Dataset, test_share: float, rng: np.random.Generator) -> 
     examples = np.zeros((len(dataset.client_names), len(dataset.classes)), np.int64)
     np.add.at(examples, (dataset.client, dataset.y), 1)
     quotas = quotas_of(examples, test_share)
-    for client in range(len(dataset.client_names)):
-        rows = np.flatnonzero(dataset.client == client)
+    own_rows = np.split(np.argsort(dataset.client, kind="stable"), np.cumsum(examples.sum(1))[:-1])  # not a search for each
+    for client, rows in enumerate(own_rows):
         if dataset.test is None:
             labels = dataset.y[rows]
             held_out = [rng.permutation(rows[labels == label])[:count] for label, count in enumerate(quotas.test[client])]

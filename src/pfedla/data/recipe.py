@@ -8,6 +8,8 @@ from pfedla.errors import PfedlaError, unknown
 
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
 TEST_SHARE = 0.3  # the paper's
+LARGEST_COUNT = 10**9
+MOST_CELLS = 2**24  # clients times classes: what tables of them take
 LARGEST_BETA = 1e6  # beyond, all clients are alike to the last example
 TOY_CLIENTS, TOY_CLASSES, TOY_CLASSES_PER_CLIENT = 6, 9, 3
 USED_BY = {
@@ -39,8 +41,8 @@ class Recipe:
         whole = {"clients": self.clients, "samples_per_client": samples, "classes_per_client": self.classes_per_client}
         whole |= {"dominant_classes": self.dominant_classes, "shards_per_client": self.shards_per_client}
         for key, value in whole.items():
-            if value < 1:
-                raise PfedlaError(f"{key} = {value} is not possible: it should be at least 1")
+            if not 1 <= value <= LARGEST_COUNT:
+                raise PfedlaError(f"{key} = {value} is not possible: it should be at least 1 and at most {LARGEST_COUNT:g}")
         for key, share in (("dominant_share", self.dominant_share), ("test_share", self.test_share)):
             if not 0 < share < 1:
                 raise PfedlaError(f"{key} = {share} is not possible: it should be between 0 and 1")
@@ -74,6 +76,8 @@ def recipe_of(dataset: Dataset, **asked: Any) -> Recipe:
     recipe = Recipe(**{**defaults, **given})
     if recipe.clients > len(dataset.y):
         raise PfedlaError(f"{recipe.clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
+    if recipe.clients * num_classes > MOST_CELLS:
+        raise PfedlaError(f"{recipe.clients} clients times {num_classes} classes are more than {MOST_CELLS:,}; use fewer")
     return recipe
 
 

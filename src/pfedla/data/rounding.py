@@ -54,7 +54,7 @@ def _unfair_path(up: Array, movable: Array, excess: Array) -> list[int] | None:
     most, least = int(excess.argmax()), int(excess.argmin())
     if excess[most] < 1 - EPSILON and excess[least] > EPSILON - 1:
         return None
-    passes = (up.astype(np.int64).T @ (movable & ~up)) > 0  # [from, to]: some row can hand a unit on
+    passes = up.T @ (movable & ~up)  # [from, to]: some row can hand a unit on
     if (path := _nearest(most, passes, excess[most] - excess)) is not None:
         return path
     path = _nearest(least, passes.T, excess - excess[least])
