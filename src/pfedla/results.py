@@ -1,6 +1,7 @@
 """The run folder: what a run leaves behind, in plain formats."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from pfedla.simulation import Simulation, simulate_method
 from pfedla.uploads import count_failures
 
 RUNS = Path("runs")
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def summary(accuracies: Tensor) -> dict[str, Any]:
@@ -174,7 +176,9 @@ def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None)
     reporter = reporter or Reporter(experiment.rounds, quiet=True)
     layers = built.algorithm.task.layers.names
     honest = torch.ones(len(built.federation), dtype=torch.bool)
-    honest[experiment.faults.faults().attacking(len(honest), experiment.seed)] = False
+    attackers = experiment.faults.faults().attacking(len(honest), experiment.seed)
+    if len(attackers) < len(honest):  # if all attack now and then, nobody is told apart
+        honest[attackers] = False
     failures: dict[int, dict[str, int]] = {}
 
     def restored(progress: Progress) -> None:
@@ -221,7 +225,7 @@ def disk_named(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) and "I/O error" not in str(error):
+        if error.errno not in DISK_ERRORS if isinstance(error, OSError) else "I/O error" not in str(error):
             raise
         usage = shutil.disk_usage(folder.path if folder.path.exists() else folder.path.parent)
         room = f"its disk has {usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB free"

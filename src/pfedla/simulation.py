@@ -190,7 +190,7 @@ def simulate_method(
         if keeper is not None and (kept := keeper.restore(progress, clients.state())) is not None:
             progress, private = kept
             clients.load(private)
-            thin(progress, interval)
+            thin(progress, interval, rounds)
         evaluation, traffic = None, progress.traffic
         try:
             for played in run_rounds(
@@ -238,9 +238,9 @@ def snapshot(progress: Progress, method: Algorithm) -> None:
         progress.alpha_rounds.append(progress.round)
 
 
-def thin(progress: Progress, interval: int) -> None:
+def thin(progress: Progress, interval: int, rounds: int) -> None:
     """Leave out the snapshots that a run of this length would not have taken."""
-    kept = [position for position, round in enumerate(progress.alpha_rounds) if round % interval == 0]
+    kept = [n for n, round in enumerate(progress.alpha_rounds) if round % interval == 0 or round == rounds]
     progress.alphas = [progress.alphas[position] for position in kept]
     progress.alpha_rounds = [progress.alpha_rounds[position] for position in kept]
 

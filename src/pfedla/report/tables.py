@@ -98,7 +98,7 @@ def failures_line(result: Mapping[str, Any]) -> list[str]:
     for reason, times in sorted(reasons.items()):
         often = sorted(times, key=lambda client: (-times[client], int(client)))
         who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
-        hint = "; a smaller --lr may help" if reason == "not finite" and "attackers" not in result else ""
+        hint = "; a smaller --lr may help" if reason == "not finite" and "attack" not in result["faults"] else ""
         lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' if len(often) > 1 else ''} {who}{hint}")
     return lines
 

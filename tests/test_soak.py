@@ -1,0 +1,55 @@
+"""Hundreds of rounds in which much goes wrong: nothing breaks, and no memory is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROUNDS, SETTLED = 500, 50
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from pfedla.console import Reporter
+from pfedla.experiment import Experiment, build
+from pfedla.results import run_built
+from pfedla.run_folder import RunFolder
+
+class Watching(Reporter):
+    def on_round(self, played):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        failures.append({client: failure.reason for client, failure in played.failures.items()})
+
+memory, failures = [], []
+experiment = Experiment.parse(json.loads(sys.argv[1]))
+result = run_built(build(experiment), RunFolder(Path(sys.argv[2])), Watching(experiment.rounds, quiet=True))
+print(json.dumps({"memory": memory, "failures": failures, "result": result}))
+"""
+
+
+@pytest.mark.slow
+def test_five_hundred_rounds_with_absent_and_bad_clients(tmp_path: Path) -> None:
+    experiment = {
+        "rounds": ROUNDS, "evaluate_every": 5, "algorithm": {"name": "heurpfedla"}, "data": {"dataset": "digits"},
+        "training": {"local_epochs": 1}, "checkpoint": {"rounds": 10},
+        "faults": {"dropout": 0.3, "attack": "nan", "attackers": 1.0, "attack_rate": 0.05},
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(experiment), str(tmp_path / "r")],
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    drawn = 10 * ROUNDS
+    reasons = [reason for failures in seen["failures"] for reason in failures.values()]
+    assert reasons.count("no answer") / drawn == pytest.approx(0.3, abs=0.03)
+    assert reasons.count("not finite") / (drawn - reasons.count("no answer")) == pytest.approx(0.05, abs=0.02)
+    assert set(reasons) == {"no answer", "not finite"}
+    assert seen["result"]["refused_uploads"] == reasons.count("not finite")
+    assert seen["result"]["accuracy"]["mean"] > 0.8  # it learns all the same: guessing is 0.1
+    settled = seen["memory"][SETTLED - 1]
+    growth = max(seen["memory"][SETTLED:]) / settled - 1
+    print(f"resident memory after round {SETTLED}: {settled / 2**20:.0f} MiB, at most {100 * growth:.1f} % more later")
+    assert growth < 0.05
