@@ -50,9 +50,11 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
         words = ["digits" if word in KNOWN else word for word in words]
     if "--samples" in words:
         words[words.index("--samples") + 1] = "40"
-    if words[0] in ("evaluate", "export"):
+    if words[0] in ("evaluate", "export") or "--resume" in words:
         pfedla("run", "--rounds", 1, "--out", words[1], "-q")
-    if words[0] in ("run", "compare"):
+    if "--resume" in words:
+        words += ["--rounds", "2"]
+    elif words[0] in ("run", "compare"):
         experiment = next((word for word in words if word.endswith(".toml")), None)
         if experiment:
             words[words.index(experiment)] = str(ROOT / experiment)

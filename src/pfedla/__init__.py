@@ -20,10 +20,11 @@ _HOME = {
     "Simulation": "pfedla.simulation",
     "Experiment": "pfedla.experiment",
     "run": "pfedla.results",
+    "Faults": "pfedla.faults",
     "PfedlaError": "pfedla.errors",
 }
 __all__ = [
-    "Experiment", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Simulation", "__version__",
+    "Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Simulation", "__version__",
     "federation_of", "layer_gradient", "mix", "run", "simulate", "task_of",
 ]  # fmt: skip
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pfedla.data.federation import Federation, federation_of
     from pfedla.errors import PfedlaError
     from pfedla.experiment import Experiment
+    from pfedla.faults import Faults
     from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
     from pfedla.layers import Layers, mix
     from pfedla.models import task_of
