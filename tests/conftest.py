@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfedla.algorithms import create
+from pfedla.algorithms import ALGORITHMS, create
 from pfedla.cli import main
 from pfedla.communication import Traffic
 from pfedla.contracts import Algorithm, Cohort, Engine, LocalTraining, Params, Payload, ServerState
@@ -55,9 +55,11 @@ def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
 
 
 def make(
-    name: str, *, batch_norm: bool = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
+    name: str, *, batch_norm: bool | None = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
 ) -> Algorithm:
-    return create(name, task_of(TinyNet(batch_norm)), LocalTraining(lr, epochs, batch_size), options)
+    """A method for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
+    module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
+    return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), options)
 
 
 def applies(name: str, batch_norm: bool) -> bool:
@@ -67,6 +69,12 @@ def applies(name: str, batch_norm: bool) -> bool:
     except NotApplicableError:
         return False
     return True
+
+
+def methods(*quick: str) -> list[Any]:
+    """Every method of the registry, with BatchNorm where it fits as there is more to go wrong; but for `quick` (if any are
+    named) with the slow tests."""
+    return [pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name) for name in ALGORITHMS]
 
 
 def play(

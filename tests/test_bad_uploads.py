@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TinyNet, applies, assert_same, flat, make, play, toy_federation
+from conftest import TinyNet, assert_same, flat, make, methods, play, toy_federation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import pfedla.rounds
 from pfedla import simulate
-from pfedla.algorithms import ALGORITHMS
 from pfedla.contracts import Algorithm, Answer, Cohort, Failure, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import ENGINES
@@ -74,9 +73,6 @@ KINDS: dict[str, tuple[Send, set[str]]] = {
     "nothing": (lambda a: NO_ANSWER, {"no answer"}),
 }
 
-METHODS = [pytest.param(name, applies(name, True), id=name) for name in ALGORITHMS]  # with BatchNorm: it has more to break
-
-
 ROUNDS = range(1, len(KINDS) + 1)
 BOUND = 20.0  # no honest update of the toy federation is so many times longer than the median
 
@@ -93,8 +89,8 @@ def sends(engine: str, send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "train", changed)
 
 
-def all_rounds(name: str, batch_norm: bool) -> Played:
-    algorithm = make(name, batch_norm=batch_norm, batch_size=10)
+def all_rounds(name: str) -> Played:
+    algorithm = make(name, batch_norm=None, batch_size=10)
     return play(algorithm, toy_federation(), rounds=ROUNDS, threads=1, norm_bound=BOUND)
 
 
@@ -108,17 +104,15 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pfedla.rounds, "sample_cohort", without)
 
 
-@pytest.mark.parametrize(("name", "batch_norm"), METHODS)
-def test_a_bad_upload_leaves_the_others_as_if_its_sender_were_absent(
-    name: str, batch_norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", methods())
+def test_a_bad_upload_leaves_the_others_as_if_its_sender_were_absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind a round: after each, everybody's state and evaluation are those of the run without the sender."""
     with monkeypatch.context() as patch:
         absent(patch)
-        expected, expected_clients = all_rounds(name, batch_norm)
+        expected, expected_clients = all_rounds(name)
     sends("threaded", lambda answer: next(kinds)[0](answer), monkeypatch)
     kinds = iter(KINDS.values())
-    played, clients = all_rounds(name, batch_norm)
+    played, clients = all_rounds(name)
     for (kind, (_, reasons)), one, other in zip(KINDS.items(), played, expected, strict=True):
         assert list(one.failures) == [BAD], kind
         assert one.failures[BAD].reason in reasons, kind
@@ -128,11 +122,9 @@ def test_a_bad_upload_leaves_the_others_as_if_its_sender_were_absent(
     assert_same(clients, expected_clients)
 
 
-@pytest.mark.parametrize(("name", "batch_norm"), METHODS)
-def test_the_vectorized_engine_leaves_the_others_as_if_it_had_not_answered(
-    name: str, batch_norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    algorithm = make(name, batch_norm=batch_norm)
+@pytest.mark.parametrize("name", methods("fedavg", "pfedla", "heurpfedla"))
+def test_the_vectorized_engine_leaves_the_others_as_if_it_had_not_answered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = make(name, batch_norm=None)
     ends = []
     for kind in ("nothing", "one nan"):
         with monkeypatch.context() as patch:
@@ -143,9 +135,9 @@ def test_the_vectorized_engine_leaves_the_others_as_if_it_had_not_answered(
     assert_same(clients, expected_clients)
 
 
-@pytest.mark.parametrize(("name", "batch_norm"), METHODS)
-def test_an_honest_upload_is_what_the_method_says_it_is(name: str, batch_norm: bool, federation: Federation) -> None:
-    played, _ = play(make(name, batch_norm=batch_norm), federation, participation=0.7)
+@pytest.mark.parametrize("name", methods())
+def test_an_honest_upload_is_what_the_method_says_it_is(name: str, federation: Federation) -> None:
+    played, _ = play(make(name, batch_norm=None), federation, participation=0.7)
     assert all(not one.failures and len(one.cohort.ids) == 4 for one in played)
 
 
@@ -167,12 +159,10 @@ def poisoned(federation: Federation) -> Federation:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("name", "batch_norm"), METHODS)
-def test_a_client_that_really_raises_is_left_out_alone(
-    name: str, batch_norm: bool, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", methods("fedavg", "fedavg-ft", "pfedla", "heurpfedla"))
+def test_a_client_that_really_raises_is_left_out_alone(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With both engines as if it were not there: a group that fails is computed again without those who made it fail."""
-    algorithm = make(name, batch_norm=batch_norm)
+    algorithm = make(name, batch_norm=None)
     federation = poisoned(toy_federation())
     played, clients = play(algorithm, federation, engine=engine)
     assert all(one.failures.keys() == {BAD} and one.failures[BAD].reason == "raised" for one in played)

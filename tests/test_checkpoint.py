@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, applies, assert_same, flat, make, toy_federation
+from conftest import SIZES, assert_same, flat, make, methods, toy_federation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pfedla.simulation
-from pfedla.algorithms import ALGORITHMS
 from pfedla.checkpoint import Cadence, Checkpoints, Progress, differing
 from pfedla.errors import PfedlaError, Stopped
 from pfedla.experiment import Experiment
@@ -28,7 +27,7 @@ TROUBLE = Faults(dropout=0.3, attack="nan", attackers=0.5, attack_rate=0.5)
 
 def go(
     path: Path, name: str = "heurpfedla", *, rounds: int = ROUNDS, stop_after: int = 0, drop_in: int = 0, every: int = 1,
-    evaluate_every: int = 1, batch_norm: bool = True, engine: str = "threaded", said: list[str] | None = None,
+    evaluate_every: int = 1, engine: str = "threaded", said: list[str] | None = None,
 ) -> Simulation | None:  # fmt: skip
     """A run in a folder, from the start or from where it stands; None if it is asked to stop: after a round, or in one."""
     experiment = Experiment.parse(
@@ -44,7 +43,7 @@ def go(
     folder.say = (said if said is not None else []).append
     folder.on_restored = lambda progress: played.append(progress.round)
     folder.stopping = lambda: (bool(stop_after) and played[-1] >= stop_after) or (bool(drop_in) and played[-1] >= drop_in - 1)
-    method = make(name, batch_norm=batch_norm and applies(name, True))
+    method = make(name, batch_norm=None)
     how = Settings(rounds, 0.7, engine=engine, threads=2, evaluate_every=evaluate_every, faults=TROUBLE)
     with folder:
         if folder.begin(experiment) is not None:
@@ -70,7 +69,7 @@ def assert_ends_equal(one: Simulation | None, other: Simulation | None) -> None:
         assert_same(left, right)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", methods())
 def test_save_load_continue_is_a_straight_run(name: str, tmp_path: Path) -> None:
     """For every method, with clients that stay away and send nonsense; stopped once after a round and once within one."""
     straight = go(tmp_path / "straight", name)
