@@ -103,7 +103,7 @@ def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> A
     """What a cohort's training brings in, all of it sound; only of some clients, if they are named."""
     answers = engine.train(cohort, downloads)
     kept = [answer if not ids or client in ids else NO_ANSWER for client, answer in zip(cohort.ids, answers, strict=True)]
-    accepted, failures = accept(engine.algorithm, cohort, downloads, kept, None)
+    accepted, failures = accept(engine.algorithm, {}, cohort, downloads, kept)
     assert len(accepted.cohort.ids) == (len(ids) or len(answers)), failures
     return accepted
 

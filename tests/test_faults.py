@@ -12,6 +12,7 @@ from pfedla.contracts import Cohort, Payload
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
+from pfedla.experiment import with_setting
 from pfedla.faults import Faults
 from pfedla.rounds import everyone, sample_cohort
 
@@ -166,10 +167,23 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others() -> None:
         ({"stragglers": 0.5, "epochs": 1}, "with one local epoch nobody can do fewer"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(section: dict, message: str) -> None:
+def test_faults_that_do_not_fit_are_refused(section: dict, message: str) -> None:
     epochs = section.pop("epochs", 2)
     with pytest.raises(PfedlaError, match=message):
         simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, local_epochs=epochs, faults=Faults(**section))
+
+
+@pytest.mark.parametrize(
+    "section", [{"attack": "bogus"}, {"dropout": -3.0}, {"attackers": 7.0}, {"stragglers": float("nan")}, {"attack_rate": 2.0}]
+)
+def test_faults_that_cannot_be_are_refused(section: dict) -> None:
+    with pytest.raises(PfedlaError, match=next(iter(section))):
+        Faults(**section)
+
+
+def test_scaled_updates_are_ten_times_as_long_unless_said_otherwise() -> None:
+    assert [Faults(attack=attack, attackers=0.5).factor for attack in ("sign-flip", "noise", "scale")] == [1.0, 1.0, 10.0]
+    assert Faults(attack="scale", attackers=0.5, attack_scale=3.0).factor == 3.0
 
 
 RUN = ("run", "-d", "digits", "--clients", 5, "--samples", 60, "--rounds", 3, "--local-epochs", 2, "--model", "mlp")
@@ -210,6 +224,41 @@ def test_a_comparison_under_attack_is_of_the_honest(pfedla, tmp_path: Path) -> N
     content = json.loads((tmp_path / "c" / "comparison.json").read_text())
     mean = content["fedavg"][0]["honest"]["accuracy"]["mean"]
     assert f"| fedavg | {100 * mean:.1f} |" in (tmp_path / "c" / "comparison.md").read_text()
+
+
+@pytest.mark.parametrize("attack", ["nan", "noise", "sign-flip", "scale"])
+def test_every_attack_can_be_given_on_the_command_line(attack: str) -> None:
+    assert with_setting({}, f"faults.attack={attack}") == {"faults": {"attack": attack}}
+
+
+def test_one_method_that_gives_up_does_not_take_the_others_with_it(pfedla, tmp_path: Path) -> None:
+    """A client that sends enormous numbers breaks FedAvg's common model for everybody; Local does not hear of it."""
+    huge = ("--set", "faults.attack=scale", "--set", "faults.attackers=0.4", "--set", "faults.attack_scale=1e30")
+    compare = (
+        "compare",
+        "-a",
+        "fedavg,local",
+        *RUN[1:],
+        "--rounds",
+        9,
+        *huge,
+        "--set",
+        "uploads.max_failed_rounds=2",
+        "--out",
+        "c",
+    )
+    code, out, err = pfedla(*compare)
+    assert code == 1
+    assert "uploads.norm_bound from the start, may help" in err
+    content = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    assert "in 2 rounds in a row" in content["fedavg"]["gave_up"]
+    assert content["local"][0]["rounds"] == 9
+    assert "fedavg: seed 0: in 2 rounds in a row" in out.replace("\n", " ")
+    code, _, err = pfedla(*compare, "--resume")
+    assert code == 1
+    assert "so the run was given up; a larger max_failed_rounds lets it go on" in err
+    code, _, err = pfedla(*compare[:-2], "--out", "bounded", "--set", "uploads.norm_bound=5")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("setting", ["faults.dropout=1", "faults.attack=explode", "uploads.norm_bound=0.5", "faults.atack=nan"])

@@ -65,12 +65,13 @@ def test_killed_at_twenty_random_moments_and_resumed_each_time(tmp_path: Path) -
     run = (*TINY, "--rounds", rounds, "--checkpoint-every", "1", "--set", "evaluate_every=3")
     whole = command(*run, "--out", tmp_path / "whole", "--quiet")
     assert whole.returncode == 0, whole.stderr
+    life = json.loads((tmp_path / "whole" / "result.json").read_text())["seconds"]["total"] / 20  # on this machine
     draws, killed, reached = random.Random(5), 0, []
     while killed < 20:
         with started(*run, "--out", tmp_path / "cut", "--resume") as process:
             if (where := draws.random()) < 0.85:
                 wait_for(process, "accuracy" if where < 0.7 else "round")  # it has played a round, or goes on from one
-            time.sleep(draws.uniform(0.0, 0.4))
+            time.sleep(draws.uniform(0.0, life))
             assert process.poll() is None, "ended before it could be killed: play more rounds"
             os.killpg(process.pid, signal.SIGKILL)
             killed += 1
@@ -119,15 +120,15 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    with started(*TINY, "--rounds", 5000, "--out", tmp_path / "r") as process:
+    run = (*TINY, "--rounds", 400, "--out", tmp_path / "r")
+    with started(*run) as process:
         wait_for(process, "round 1")
-        second = command(*TINY, "--rounds", 5000, "--out", tmp_path / "r", "--resume")
+        second = command(*run, "--resume")
         assert second.returncode == 2
         assert "another process is at work in this folder" in second.stderr
-        assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    third = command(*TINY, "--rounds", 3, "--out", tmp_path / "r", "--resume", "--quiet")  # the lock died with its owner
+    third = command(*run, "--resume", "--quiet")  # the lock died with its owner
     assert third.returncode == 0, third.stderr
 
 
@@ -192,7 +193,7 @@ def test_resume_by_the_words_of_the_command_line(pfedla, tmp_path: Path) -> None
     code, out, err = pfedla("run", run, "--resume", "--json")
     assert json.loads(out)["rounds"] == 4
     for args, message in (
-        (("--rounds", 3), "has played 4 rounds already, more than the 3 asked for"),
+        (("--rounds", 3), "was begun with 4 rounds: it can be extended, not shortened"),
         (("--lr", 0.5, "--rounds", 9), "training.lr was 0.05, is now 0.5"),
         (("--set", "algorithm.neighbours=3", "--seed", 1), "seed was 0, is now 1; algorithm.neighbours was 2, is now 3"),
         (("--set", "faults.dropout=0.5"), "faults.dropout was 0.2, is now 0.5"),
@@ -204,6 +205,40 @@ def test_resume_by_the_words_of_the_command_line(pfedla, tmp_path: Path) -> None
     code, _, err = pfedla("run", *TINY, "--out", run)
     assert code == 2
     assert "--resume" in err
+
+
+@pytest.mark.slow
+def test_a_signal_is_heard_though_nobody_reads_what_is_said(tmp_path: Path) -> None:
+    """`pfedla run … 2>&1 | tee` and Ctrl-C: the pipe is gone first."""
+    with started(*TINY, "--rounds", 2000, "--out", tmp_path / "r", "--set", "evaluate_every=50") as process:
+        wait_for(process, "round 50")
+        assert process.stderr is not None
+        process.stderr.close()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        process.stderr = None
+    assert list((tmp_path / "r" / "checkpoints").glob("*.json"))
+
+
+def test_pictures_that_are_missing_are_drawn_when_a_finished_run_is_resumed(pfedla, tmp_path: Path) -> None:
+    assert pfedla("run", *TINY, "--rounds", 1, "-q", "--out", "r")[0] == 0
+    for picture in (tmp_path / "r").glob("*.png"):
+        picture.unlink()
+    assert pfedla("run", "r", "--resume", "-q")[0] == 0
+    assert (tmp_path / "r" / "learning_curve.png").exists()
+
+
+def test_a_refusal_changes_nothing(pfedla, tmp_path: Path) -> None:
+    assert pfedla("run", *TINY, "--rounds", 2, "-q", "--out", "r")[0] == 0
+    for path in (tmp_path / "r" / "checkpoints").glob("*.json"):
+        path.write_text("damaged")
+    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    code, _, err = pfedla("run", "r", "--resume", "--rounds", 9)
+    assert (code, "no checkpoint in" in err) == (2, True)
+    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+    code, _, err = pfedla("run", "r", "--resume")
+    assert (code, "is finished" in err) == (0, True)
 
 
 def test_what_cannot_go_on_says_so(pfedla, tmp_path: Path) -> None:
@@ -218,6 +253,8 @@ def test_what_cannot_go_on_says_so(pfedla, tmp_path: Path) -> None:
     assert (code, "is no run folder" in err) == (2, True)
     assert (tmp_path / "other" / "thesis.txt").exists()
     assert pfedla("run", "nowhere", "--resume")[0] == 2
+    code, _, err = pfedla("compare", "-a", "local,fedavg", *TINY[2:10], "--out", "other", "--resume")
+    assert (code, "is no comparison" in err) == (2, True)
 
 
 def test_other_data_are_refused(pfedla, tmp_path: Path) -> None:

@@ -90,12 +90,13 @@ class Checkpoints:
             content = state.model_dump()
             text = json.dumps({"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False)
             write_whole(self.path(progress.round, "json"), lambda path: path.write_text(text + "\n", encoding="utf-8"))
-        finally:  # also when the disk is full: a half-written file is the first that may go
-            self._tidy()
+        except BaseException:  # a full disk, perhaps: what is half-written is of no use
+            self._remove_all_but(self.rounds())
+            raise
+        # Newer ones could not be used, or the run would not have come to this round again.
+        self._remove_all_but([round for round in self.rounds() if round <= progress.round][-KEPT:])
 
-    def _tidy(self, up_to: float = math.inf) -> None:
-        """Remove what is older than the last two, newer than `up_to` (damaged), or was never finished."""
-        kept = [round for round in self.rounds() if round <= up_to][-KEPT:]
+    def _remove_all_but(self, kept: list[int]) -> None:
         whole = {self.path(round, ending) for round in kept for ending in ("json", "safetensors")}
         for path in [*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")]:
             if path not in whole:
@@ -112,7 +113,6 @@ class Checkpoints:
             except PfedlaError as error:
                 self.say(f"the checkpoint after round {round} cannot be used: {error}")
             else:
-                self._tidy(up_to=round)
                 return loaded
         if rounds:
             raise PfedlaError(f"no checkpoint in {self.folder} can be used; start again in a new folder")
@@ -132,7 +132,7 @@ class Checkpoints:
         if not sound:
             raise PfedlaError(f"{path} is damaged: it is not what was written")
         if changed := differing(state.experiment, self.experiment):
-            raise ChangedExperimentError(changed)
+            raise ChangedExperimentError(self.folder.parent, changed)
         tensors_path = self.path(round, "safetensors")
         alphas = None
         if fresh.alphas:
@@ -153,9 +153,9 @@ class Checkpoints:
 class ChangedExperimentError(PfedlaError):
     """The run was made with other values than those it should go on with."""
 
-    def __init__(self, changed: list[str]) -> None:
+    def __init__(self, folder: Path, changed: list[str]) -> None:
         super().__init__(
-            f"the run was made with another experiment: {'; '.join(changed)}. Go on with the same, or start in a new folder"
+            f"{folder} was made with another experiment: {'; '.join(changed)}. Go on with the same, or start in a new folder"
         )
 
 

@@ -88,14 +88,14 @@ def run(
     if as_json:
         print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
-        from pfedla.report.tables import failures_line, result_table, traffic_line, warnings
+        from pfedla.report.tables import failures_lines, result_table, traffic_line, warnings
 
         out_console.print(result_table(result))
         _print_lines(warnings([result]))
         seconds = f"{result['seconds']['total']:.1f} s"
         where = f"results and pictures in {folder.path}"
         out_console.print(f"{traffic_line(result['traffic'])}; {seconds}; {where}", soft_wrap=True)
-        _print_lines(failures_line(result))
+        _print_lines(failures_lines(result))
 
 
 @app.command()
@@ -127,7 +127,7 @@ def compare(
     from pfedla.comparison import plan
     from pfedla.console import Reporter
     from pfedla.options import gather
-    from pfedla.report.tables import comparison_table, warnings
+    from pfedla.report.tables import comparison_table, failures_lines, warnings
 
     values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
@@ -144,9 +144,13 @@ def compare(
         out_console.print(comparison_table(rows))
         _print_lines(warnings([result for row in rows for result in row.results]))
         out_console.print("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
+        for row in rows:
+            _print_lines([f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)])
         first = [planned.folder / name for name in ("comparison.md", "learning_curves.png")]
         for path in [*first, *sorted(planned.folder.glob("*/*.png"))]:
             out_console.print(f"  {path}", soft_wrap=True)
+    if any(row.gave_up for row in rows):
+        raise typer.Exit(1)
 
 
 def _print_lines(lines: list[str]) -> None:

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.algorithms import ALGORITHMS, find, options_model
+from pfedla.checkpoint import write_whole
 from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
-from pfedla.errors import NotApplicableError, PfedlaError
+from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError
 from pfedla.experiment import Experiment, build, overlay
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
 from pfedla.results import RUNS, last_numbered, numbered, run_built
-from pfedla.run_folder import RunFolder, new_folder
+from pfedla.run_folder import EXPERIMENT, RunFolder, new_folder
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ def compare(
     With `resume`, runs that are finished in the folder are taken as they are and one that is not goes on.
     """
     reporter = reporter or Reporter(planned.total_rounds, quiet=True)
-    root = planned.folder if resume and planned.folder.is_dir() else new_folder(planned.folder)
+    root = planned.folder
+    if not (resume and root.is_dir()):
+        new_folder(root)
+    elif any(root.iterdir()) and not any(root.glob(f"*/{EXPERIMENT}")):
+        raise PfedlaError(f"{root} is no comparison: it holds no runs; choose another folder with --out")
     rows = {name: Row(name, [], reason) for name, reason in planned.reasons.items()}
     folders: dict[str, list[Path]] = {}
     for experiment in planned.experiments:
@@ -85,10 +90,22 @@ def compare(
         reporter.begin(name, seed)
         folder = RunFolder(root / f"{name}-s{seed}", resume=resume)
         folder.stopping = stopping
-        rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter))
-        folders.setdefault(name, []).append(folder.path)
+        try:
+            rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter))
+        except GaveUpError as error:  # the others are worth having all the same
+            reporter.say(str(error))
+            rows[name].reason = f"seed {seed}: {error}"
+            rows[name].gave_up = True
+        else:
+            folders.setdefault(name, []).append(folder.path)
+    if not folders:
+        raise PfedlaError(next(row.reason for row in rows.values() if row.gave_up))
     draw_comparison(folders, root / "learning_curves.png")
-    (root / "comparison.md").write_text(comparison_markdown(list(rows.values())), encoding="utf-8")
-    content = {row.algorithm: row.results or {"not_applicable": row.reason} for row in rows.values()}
-    (root / "comparison.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    table = comparison_markdown(list(rows.values()))
+    write_whole(root / "comparison.md", lambda path: path.write_text(table, encoding="utf-8"))
+    content = {
+        row.algorithm: row.results or {"gave_up" if row.gave_up else "not_applicable": row.reason} for row in rows.values()
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    write_whole(root / "comparison.json", lambda path: path.write_text(text, encoding="utf-8"))
     return list(rows.values())

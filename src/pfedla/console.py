@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,7 +39,8 @@ class Reporter:
             self._live.update(self._task, description=self.label, accuracy="…")
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        with suppress(OSError, SystemExit):  # rich's answer to a closed pipe; the run goes on though nobody listens any more
+            self.console.print(line, soft_wrap=True)
 
     def skip(self, rounds: int) -> None:
         """These rounds were played before."""

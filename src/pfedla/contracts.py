@@ -150,6 +150,10 @@ class Algorithm(ABC):
         """What a client that was sent this must answer with: names, shapes, dtypes and layers; the numbers say nothing."""
         return Payload(download.tensors, download.sent)
 
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        """Where each client's training began, stacked: what the length of an update is measured from."""
+        return downloads.tensors
+
     @abstractmethod
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         """The next server state from those who answered; `downloads` is what these clients were sent."""

@@ -13,6 +13,10 @@ class NotApplicableError(PfedlaError):
     """The method makes no sense for this model or federation; `compare` prints a dash."""
 
 
+class GaveUpError(PfedlaError):
+    """Nothing that could be used came from any client for too long."""
+
+
 class Stopped(Exception):  # noqa: N818 (nothing is wrong)
     """The run was asked to stop, and did."""
 

@@ -96,7 +96,7 @@ class FaultsSection(_Section):
         return self.model_dump(exclude_defaults=True)
 
     def faults(self) -> Faults:
-        scale = (10.0 if self.attack == "scale" else 1.0) if self.attack_scale == AUTO else self.attack_scale
+        scale = None if self.attack_scale == AUTO else self.attack_scale
         return Faults(self.dropout, self.stragglers, self.attack, self.attackers, self.attack_rate, scale)
 
 
@@ -199,7 +199,8 @@ def with_setting(values: dict[str, Any], setting: str) -> dict[str, Any]:
     if not equals or len(parts) > 2 or not all(parts):
         raise PfedlaError(f"--set {setting!r}: write section.key=value, for example algorithm.neighbours=5")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        # No option takes a NaN, but `nan` is the name of an attack.
+        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     return overlay(values, {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}})

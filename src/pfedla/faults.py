@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pfedla.contracts import Cohort, Payload
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, unknown
 from pfedla.seeds import generator
 from pfedla.tree import Params
 
@@ -24,7 +24,20 @@ class Faults:
     attack: Attack = "none"  # what the attackers send in place of their update
     attackers: float = 0.0  # share of the clients that attack, the same ones throughout
     attack_rate: float = 1.0  # chance that an attacker attacks, each round
-    attack_scale: float = 1.0  # sign-flip, scale: the update times this; noise: its size against the update's
+    attack_scale: float | None = None  # sign-flip, scale: the update times this; noise: its size against the update's
+
+    def __post_init__(self) -> None:
+        if self.attack not in ATTACKS:
+            raise unknown("attack", self.attack, ATTACKS)
+        for name in ("dropout", "stragglers", "attackers", "attack_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PfedlaError(f"faults.{name} = {getattr(self, name)} is not possible: it should be between 0 and 1")
+
+    @property
+    def factor(self) -> float:
+        if self.attack_scale is not None:
+            return self.attack_scale
+        return 10.0 if self.attack == "scale" else 1.0
 
     def check(self, num_clients: int, local_epochs: int) -> None:
         if self.stragglers and local_epochs < 2:
@@ -34,7 +47,7 @@ class Faults:
                 f"faults.attack = {self.attack!r} and faults.attackers = {self.attackers}: give what is sent "
                 f"({', '.join(ATTACKS[1:])}) and the share of the clients that send it, or neither"
             )
-        if self.attackers and not 0 < len(self.attacking(num_clients, 0)) <= num_clients:
+        if self.attackers and not len(self.attacking(num_clients, 0)):
             raise PfedlaError(f"faults.attackers = {self.attackers} of {num_clients} clients is nobody")
 
     def attacking(self, num_clients: int, seed: int) -> Tensor:
@@ -76,8 +89,8 @@ class Faults:
             return torch.full_like(trained, torch.nan)
         if self.attack == "noise":
             noise = torch.randn(trained.shape, generator=draws).to(trained)
-            return start + self.attack_scale * update.square().mean().sqrt() * noise
-        return start + (self.attack_scale if self.attack == "scale" else -self.attack_scale) * update
+            return start + self.factor * update.square().mean().sqrt() * noise
+        return start + (self.factor if self.attack == "scale" else -self.factor) * update
 
 
 def _happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -24,11 +25,12 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._wanted:  # at once: without waiting for clients at work. What is on disk is whole at any moment.
-            os.write(2, SHOW_CURSOR if os.isatty(2) else b"")
+            if os.isatty(2):
+                _say(SHOW_CURSOR)
             os._exit(EXIT_CODE)
         self._wanted = True
-        if not self.quiet:  # not through a buffer: the signal may have come while it was being written to
-            os.write(2, b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n")
+        if not self.quiet:
+            _say(b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n")
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
@@ -38,3 +40,9 @@ class Interruption:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _say(message: bytes) -> None:
+    """Not through a buffer, the signal may have come while it was being written to; and though nobody may be reading."""
+    with suppress(OSError):
+        os.write(2, message)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pfedla.errors import unknown
-from pfedla.tree import Params
-
-LEAST_ROWS = 8
+from pfedla.tree import Params, by_blocks
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,23 @@ class Layers:
         return {name: value for name, value in tensors.items() if name in self.statistics}
 
 
-def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
+def mix(alpha: Tensor, models: Params, layers: Layers, receivers: Tensor | None = None) -> Params:
     """Layer-wise aggregation: receiver i gets, of each layer, the senders' tensors weighted by alpha[i, layer, :].
 
     alpha: [receivers, layers, senders]; models: stacked over the senders; the result is stacked over the receivers (Eq. 5-6).
+    `receivers` are their ids, if they are not all of 0, 1, 2, …: each then gets what it would get among all, bit for bit.
 
     >>> layers = Layers.of(nn.Linear(1, 1))
     >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
     >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
     {'weight': 3.0, 'bias': 2.5}
     """
-    receivers = len(alpha)
-    # A product of a few rows takes other paths through the library and rounds differently. Rows of zeros keep it off them:
-    # what a client is sent must not depend on who else is in the cohort.
-    padded = torch.cat([alpha, alpha.new_zeros(max(0, LEAST_ROWS - receivers), *alpha.shape[1:])])
-    mixed = {name: padded[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
-    return {name: value[:receivers].view(-1, *models[name].shape[1:]) for name, value in mixed.items()}
+    ids = torch.arange(len(alpha)) if receivers is None else receivers
+
+    def mixed(rows: Tensor) -> Params:
+        return {name: rows[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
+
+    return {name: value.view(-1, *models[name].shape[1:]) for name, value in by_blocks(mixed, alpha, ids).items()}
 
 
 def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:

@@ -31,7 +31,7 @@ from pfedla.files import read_json
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
-from pfedla.run_folder import RunFolder
+from pfedla.run_folder import RESULT, RunFolder
 from pfedla.simulation import Simulation, simulate_method
 from pfedla.uploads import count_failures
 
@@ -126,7 +126,7 @@ def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulat
         target.unlink(missing_ok=True)
         if model:  # a client that fails has none
             write_tensors(target, model)
-    folder.write_json("result.json", result)  # last of the numbers: a folder with a result is complete
+    folder.write_json(RESULT, result)  # last of the numbers: a folder with a result is complete
     draw_run(path)
 
 
@@ -196,6 +196,9 @@ def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None)
         if (result := folder.begin(experiment)) is not None:
             reporter.skip(experiment.rounds)
             reporter.say(f"{folder.path} is finished: {experiment.rounds} rounds; more --rounds would extend it")
+            drawn = folder.path / "learning_curve.png"
+            if not drawn.exists() or drawn.stat().st_mtime < (folder.path / RESULT).stat().st_mtime:
+                draw_run(folder.path)  # it was stopped after its numbers and before its pictures
             return result
         describe_in(folder, built.federation)
         simulation = simulate_method(built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder)

@@ -74,7 +74,7 @@ def run_rounds(
         with watch.phase("train"):
             answers = engine.train(cohort, downloads)
         with watch.phase("server"):
-            accepted, failures = accept(algorithm, cohort, downloads, answers, norm_bound)
+            accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
             traffic = traffic.plus(down=int(payload_bytes(downloads, layers).sum()), up=sum(map(answer_bytes, answers)))
             if len(accepted.cohort.ids):
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)

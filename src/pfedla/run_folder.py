@@ -37,14 +37,14 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.reopened = resume and path.exists()
+        self.reopened = resume and path.is_dir()
         if not self.reopened:
             new_folder(path)
         self.say: Callable[[str], None] = lambda line: None
         self.on_restored: Callable[[Progress], None] = lambda progress: None
         self.stopping: Callable[[], bool] = lambda: False
         self._lock = FileLock(path / ".lock")
-        self._saved = 0  # the round after which the last checkpoint was written
+        self._played = self._saved = 0  # rounds: that there are, and up to the last checkpoint
 
     def __enter__(self) -> Self:
         try:
@@ -56,7 +56,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not self.reopened and not (self.path / LINES).exists() and not self._saved:
+        if error is not None and not self.reopened and not self._played:
             shutil.rmtree(self.path, ignore_errors=True)  # it failed before anything was learned: leave nothing behind
         self._lock.release()
 
@@ -66,20 +66,22 @@ class RunFolder:
         cadence = experiment.checkpoint
         self.cadence = Cadence(cadence.rounds, cadence.minutes)
         self.checkpoints = Checkpoints(self.path / CHECKPOINTS, experiment.numbers(), self.say)
-        written, result = self.path / EXPERIMENT, None
-        if self.reopened and written.exists():
-            if changed := differing(Experiment.parse(read_toml(written)).numbers(), experiment.numbers()):
-                raise ChangedExperimentError(changed)
+        result = None
+        if self.reopened and (self.path / EXPERIMENT).exists():
+            before = Experiment.parse(read_toml(self.path / EXPERIMENT))
+            if changed := differing(before.numbers(), experiment.numbers()):
+                raise ChangedExperimentError(self.path, changed)
+            if experiment.rounds < before.rounds:
+                raise PfedlaError(f"{self.path} was begun with {before.rounds} rounds: it can be extended, not shortened")
             result = self._result()
         elif self.reopened and any(self.path.glob("[!.]*")):
             raise PfedlaError(f"{self.path} is no run folder: it has no {EXPERIMENT}; choose another with --out")
-        if result is None or result["rounds"] < experiment.rounds:
-            if result is not None and not self.checkpoints.rounds():
+        if result is not None and result["rounds"] < experiment.rounds:
+            if not self.checkpoints.rounds():
                 raise PfedlaError(f"{self.path} is finished and has no checkpoint left to go on from; start in a new folder")
-            self.write(EXPERIMENT, experiment.to_toml())
             return None
-        if result["rounds"] > experiment.rounds:
-            raise self._too_few(result["rounds"])
+        if not self.reopened:
+            self.write(EXPERIMENT, experiment.to_toml())
         return result
 
     def _result(self) -> dict[str, Any] | None:
@@ -91,27 +93,25 @@ class RunFolder:
             raise PfedlaError(f"{path} is damaged: it has no rounds")
         return result
 
-    def _too_few(self, played: int) -> PfedlaError:
-        return PfedlaError(f"{self.path} has played {played} rounds already, more than the {self.experiment.rounds} asked for")
-
     def restore(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None:
         """Where the run stands: the newest whole checkpoint; None for a run that starts."""
         if not self.reopened:
             return None
         found = self.checkpoints.newest(fresh, clients)
         progress = fresh if found is None else found[0]
-        if progress.round > self.experiment.rounds:
-            raise self._too_few(progress.round)
+        self._played = self._saved = progress.round
+        # Nothing can be refused any more. A folder with a result is complete, so it goes first.
+        (self.path / RESULT).unlink(missing_ok=True)
+        self.write(EXPERIMENT, self.experiment.to_toml())
         self.say(
             f"{self.path}: going on after round {progress.round}" if found else f"{self.path}: no checkpoint yet, starting"
         )
-        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete
         self._keep_lines(progress.round)
-        self._saved = progress.round
         self.on_restored(progress)
         return found
 
     def save_if_due(self, progress: Progress, clients: Callable[[], Params], *, anyway: bool) -> None:
+        self._played = progress.round
         if progress.round == self._saved or not (anyway or self.cadence.due(progress.round)):
             return
         lines = self.path / LINES

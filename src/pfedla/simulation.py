@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError, Stopped, unknown
+from pfedla.errors import GaveUpError, PfedlaError, Stopped, unknown
 from pfedla.faults import Faults
 from pfedla.models import load_tensors, task_of
 from pfedla.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds
@@ -54,10 +55,11 @@ class Simulation:
     @property
     def refused_uploads(self) -> int:
         """How many uploads came and were not used."""
-        return sum(n for why in self.failures.values() for reason, n in why.items() if reason != NO_ANSWER.reason)
+        none = (NO_ANSWER.reason, "raised")
+        return sum(times for why in self.failures.values() for reason, times in why.items() if reason not in none)
 
     def __repr__(self) -> str:
-        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.mean(), self.accuracy.min()))
+        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
         return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
 
     def personal_model(self, client: int) -> nn.Module:
@@ -191,6 +193,11 @@ def simulate_method(
             progress, private = kept
             clients.load(private)
             thin(progress, interval, rounds)
+            if progress.failed_rounds >= settings.max_failed_rounds:
+                raise GaveUpError(
+                    f"the last {progress.failed_rounds} rounds brought nothing that could be used, so the run was given up; "
+                    "a larger max_failed_rounds lets it go on"
+                )
         evaluation, traffic = None, progress.traffic
         try:
             for played in run_rounds(
@@ -258,13 +265,16 @@ def advance(progress: Progress, played: Round, scheduled: bool) -> None:
         progress.seconds[phase] = progress.seconds.get(phase, 0.0) + seconds
 
 
-def failed(played: Round, count: int) -> PfedlaError:
+def failed(played: Round, count: int) -> GaveUpError:
     """The error for a run of which nothing comes any more."""
     client, failure = next(iter(played.failures.items()))
     detail = f" ({failure.detail})" if failure.detail else ""
-    error = PfedlaError(
+    hint = ""
+    if failure.reason == "not finite":
+        hint = "; training diverges from what the server sends: a smaller lr, or uploads.norm_bound from the start, may help"
+    error = GaveUpError(
         f"in {count} rounds in a row (max_failed_rounds) no upload could be used, the last time in round {played.round}; "
-        f"client {client}: {failure.reason}{detail}"
+        f"client {client}: {failure.reason}{detail}{hint}"
     )
     error.__cause__ = failure.error
     return error

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Payload
-from pfedla.tree import is_finite, stack
+from pfedla.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload, ServerState
+from pfedla.tree import is_finite, stack, take
 
 NO_ANSWER = Failure("no answer")
 
@@ -24,8 +24,9 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    algorithm: Algorithm, cohort: Cohort, downloads: Payload, answers: Sequence[Answer | Failure], norm_bound: float | None
-) -> tuple[Accepted, dict[int, Failure]]:
+    algorithm: Algorithm, server: ServerState, cohort: Cohort, downloads: Payload, answers: Sequence[Answer | Failure],
+    norm_bound: float | None = None,
+) -> tuple[Accepted, dict[int, Failure]]:  # fmt: skip
     """The answers that can be used, and for every other client of the cohort why its own cannot."""
     sound: dict[int, Answer] = {}  # by row
     failures: dict[int, Failure] = {}
@@ -38,10 +39,11 @@ def accept(
             # In the server's order of names, not the client's: sums over tensors must not depend on what a client sends.
             sound[row] = answer._replace(upload=_in_order(answer.upload, expected))
     if norm_bound is not None:
-        norms = {row: update_norm(answer.upload, downloads.rows(row)) for row, answer in sound.items()}
+        starts = algorithm.starts(server, cohort, downloads)
+        norms = {row: update_norm(answer.upload, take(starts, row)) for row, answer in sound.items()}
         for row, times in too_long(norms, norm_bound).items():
             del sound[row]
-            failures[row] = Failure("norm too large", f"{times:.3g} times the median of the others in the round")
+            failures[row] = Failure("norm too large", f"{times:.3g} times the median of the round")
     rows = torch.tensor(sorted(sound), dtype=torch.int64)
     kept = [sound[row] for row in rows.tolist()]
     accepted = Accepted(
@@ -61,6 +63,8 @@ def accept(
 
 def fault_of(answer: Answer, expected: Payload) -> Failure | None:
     """What is wrong with an upload, or None. It may be anything at all: it came from outside."""
+    if not isinstance(answer, Answer):
+        return Failure("not an upload", f"it is a {type(answer).__name__}")
     upload = answer.upload
     if not isinstance(upload, Payload) or not isinstance(upload.sent, Tensor):
         return Failure("not an upload", f"it is a {type(upload).__name__}")
@@ -74,6 +78,11 @@ def fault_of(answer: Answer, expected: Payload) -> Failure | None:
         for name, value in wanted.items():
             if (fault := _fault_of_tensor(name, found[name], value)) is not None:
                 return fault
+    training = answer.training_loss
+    if not isinstance(training, Tensor) or training.shape != () or not training.is_floating_point():
+        return Failure("not an upload", "its training loss is no number")
+    if not isinstance(answer.accuracy, float) or not 0 <= answer.accuracy <= 1 or not isinstance(answer.loss, float):
+        return Failure("not an upload", f"its accuracy is {answer.accuracy!r:.40}, its loss {answer.loss!r:.40}")
     if (fault := _fault_of_tensor("the mask of sent layers", upload.sent, expected.sent)) is not None:
         return fault
     if not torch.equal(upload.sent, expected.sent):
@@ -84,7 +93,7 @@ def fault_of(answer: Answer, expected: Payload) -> Failure | None:
 
 
 def _fault_of_tensor(name: str, found: object, wanted: Tensor) -> Failure | None:
-    if not isinstance(found, Tensor) or found.layout != torch.strided or found.is_quantized:
+    if not isinstance(found, Tensor) or found.layout != torch.strided or found.device.type != "cpu":
         return Failure("not an upload", f"{name} is no plain tensor")
     if found.shape != wanted.shape:
         return Failure("wrong shape", f"{name} is {tuple(found.shape)}, not {tuple(wanted.shape)}")
@@ -95,7 +104,7 @@ def _fault_of_tensor(name: str, found: object, wanted: Tensor) -> Failure | None
 
 def _in_order(upload: Payload, expected: Payload) -> Payload:
     tensors, extras = (
-        {name: found[name] for name in wanted}
+        {name: found[name].detach() for name in wanted}
         for found, wanted in ((upload.tensors, expected.tensors), (upload.extras, expected.extras))
     )
     return Payload(tensors, upload.sent, extras)
@@ -105,14 +114,14 @@ def _metrics(kept: Sequence[Answer]) -> tuple[list[float], list[float]]:
     return [answer.accuracy for answer in kept], [answer.loss for answer in kept]
 
 
-def update_norm(upload: Payload, download: Payload) -> float:
-    """How far a client moved what it was sent; of what it was not sent (FedFomo's models), how long it is."""
+def update_norm(upload: Payload, start: Params) -> float:
+    """How far a client moved from its start; where that is not known, how long its upload is."""
     squares = 0.0
     for name, value in upload.tensors.items():
         if value.is_floating_point():
             moved = value.double()  # double: a difference of large numbers may not overflow
-            if name in download.tensors:
-                moved = moved - download.tensors[name]
+            if name in start:
+                moved = moved - start[name]
             squares += float(moved.square().sum())
     return math.sqrt(squares)
 

@@ -44,7 +44,8 @@ class FedAMP(KeepsAllModels):
     def _weights(self, server: ServerState, ids: Tensor) -> Tensor:
         """ξ, [receivers, clients]: rows sum to one."""
         flat = [value.flatten(1).double() for value in server["models"].values()]  # double: distances are differences
-        distance = torch.stack([torch.cdist(value[ids], value).square() for value in flat]).sum(0)
+        # Of all, then those of `ids`: a row must not depend on who else is in the cohort, not even in its last bit.
+        distance = torch.stack([torch.cdist(value, value).square() for value in flat]).sum(0)[ids]
         attention = self.step_size / self.sigma * torch.exp(-distance / self.sigma)
         receiver = torch.arange(len(ids))
         attention[receiver, ids] = 0.0

@@ -74,6 +74,9 @@ class FedFomo(Algorithm):
         own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
         return Payload(own, torch.ones_like(download.sent), {"weights": torch.empty(count, device="meta")})
 
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        return take(server["models"], cohort.ids)  # a client starts from its own model, which is what it uploaded last
+
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         affinity = server["affinity"]["affinity"]
         weights = uploads.extras["weights"].to(affinity.dtype)

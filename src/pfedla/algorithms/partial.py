@@ -83,7 +83,7 @@ class KeepsAllModels(SendsParameters):
         return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
+        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers, cohort.ids)
         return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

@@ -20,7 +20,7 @@ from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
 from pfedla.errors import check_affordable
 from pfedla.seeds import generator
-from pfedla.tree import take
+from pfedla.tree import by_blocks, take
 
 EMBEDDING = "embedding"
 
@@ -90,7 +90,8 @@ class PFedHN(SendsParameters):
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         network, like = server["network"], self._parameters()
-        weights = vmap(lambda embedding: self._generate(network, embedding, like))(server["embeddings"][EMBEDDING][cohort.ids])
+        generate = vmap(lambda embedding: self._generate(network, embedding, like))
+        weights = by_blocks(generate, server["embeddings"][EMBEDDING][cohort.ids], cohort.ids)
         return Payload(weights, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

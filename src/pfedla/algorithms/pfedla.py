@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.func import vmap
 
 from pfedla.algorithms.bounds import Natural, Positive, Rate
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
@@ -63,7 +64,8 @@ class PFedLA(Algorithm):
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
         hypernetworks = server["hypernetworks"]
         network = self._hypernetwork(len(hypernetworks["embedding"]))
-        return network.alpha(take(hypernetworks, ids), ids)
+        pair = ids.repeat(2) if len(ids) == 1 else ids  # one alone would round differently than among others
+        return network.alpha(take(hypernetworks, pair), pair)[: len(ids)]
 
     def alpha(self, server: ServerState) -> Tensor:
         return self._alpha(server, torch.arange(len(server["hypernetworks"]["embedding"])))
@@ -95,11 +97,17 @@ class PFedLA(Algorithm):
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         alpha = self._alpha(server, cohort.ids)
-        mixed = mix(self._cut_to_neighbours(alpha, cohort), server["models"], self.task.layers)
+        mixed = mix(self._cut_to_neighbours(alpha, cohort), server["models"], self.task.layers, cohort.ids)
         return Payload(mixed, self._sent(alpha, cohort))
 
     def upload_like(self, download: Payload) -> Payload:
         return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
+
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        # A retained layer is the client's own, which is what it uploaded last.
+        own, layers = take(server["models"], cohort.ids), self.task.layers
+        choose_one = vmap(lambda sent, received, kept: choose(sent, received, kept, layers))
+        return choose_one(downloads.sent, downloads.tensors, own)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}

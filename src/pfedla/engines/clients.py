@@ -79,20 +79,31 @@ class SimulatedClients(ABC):
         self._pending = {}
         outcomes = self._train(cohort, self._on_device(downloads)) if len(answering) else []
         for position, (row, client, outcome) in enumerate(zip(answering.tolist(), cohort.ids.tolist(), outcomes, strict=True)):
-            if isinstance(outcome, Exception):
-                answers[row] = Failure("raised", f"{type(outcome).__name__}: {outcome}".splitlines()[0], outcome)
-                continue
-            result, test = outcome
-            upload = _moved(result.upload, CPU)
-            if client in attackers and self.faults.attacks(cohort, client):
-                before = {name: value.cpu() for name, value in self._clients[client].items()}
-                start = {**before, **downloads.rows(position).tensors}
-                upload = self.faults.attacked(cohort, client, upload, start)
-            self._pending[client] = result.client
-            accuracy, loss = self._metrics(client, test)
-            finite = is_finite(result.model) and is_finite(result.client)
-            answers[row] = Answer(upload, result.loss.cpu(), accuracy, loss, finite)
+            bad = client in attackers and self.faults.attacks(cohort, client)
+            answer = attempt(self._answer, cohort, client, downloads.rows(position), outcome, bad)
+            if isinstance(answer, Exception):
+                answers[row] = Failure("raised", f"{type(answer).__name__}: {answer}".splitlines()[0], answer)
+            else:
+                answers[row] = answer
         return answers
+
+    def _answer(self, cohort: Cohort, client: int, download: Payload, outcome: Outcome, attacks: bool) -> Answer:
+        if isinstance(outcome, Exception):
+            raise outcome
+        result, test = outcome
+        before, after = self._clients[client], result.client
+        kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in (before, after)]
+        if kinds[0] != kinds[1]:
+            raise PfedlaError("the private state has changed its names, shapes or dtypes")
+        upload = _moved(result.upload, CPU)
+        if attacks:
+            index = self.algorithm.task.layers.index
+            start = {name: value.cpu() for name, value in before.items()}
+            start |= {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
+            upload = self.faults.attacked(cohort, client, upload, start)
+        answer = Answer(upload, result.loss.cpu(), *self._metrics(client, test), is_finite(result.model) and is_finite(after))
+        self._pending[client] = after
+        return answer
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
         tests = self._evaluate(cohort, self._on_device(downloads))

@@ -153,7 +153,8 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
             axis.fill_between(x, curves.mean(0) - spread, curves.mean(0) + spread, alpha=0.15, color=f"C{position}")
     seeds = "1 seed" if len(folders) == 1 else f"{len(folders)} seeds, band: ± standard deviation"
     axis.set(xlabel="round", ylabel="test accuracy (%)")
-    axis.set_title(f"Personal models, mean of all clients\n{plain(where(read_result(folders[0])))}, {seeds}", fontsize=10)
+    whose = "the honest" if "honest" in read_result(folders[0]) else "all"
+    axis.set_title(f"Personal models, mean of {whose} clients\n{plain(where(read_result(folders[0])))}, {seeds}", fontsize=10)
     _finish(axis)
     axis.legend(fontsize=8)
     return save(figure, path)

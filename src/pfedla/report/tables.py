@@ -12,13 +12,14 @@ MIB = 2**20
 COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One algorithm's results over the seeds; none, and the reason, if it does not apply."""
+    """One algorithm's results over the seeds; none, and the reason, if it does not apply or gave up."""
 
     algorithm: str
     results: list[dict[str, Any]]
     reason: str = ""
+    gave_up: bool = False
 
     def cells(self) -> list[str]:
         if not self.results:
@@ -88,7 +89,7 @@ def warnings(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def failures_line(result: Mapping[str, Any]) -> list[str]:
+def failures_lines(result: Mapping[str, Any]) -> list[str]:
     """Who was left out of rounds, how often and why; nothing if nobody was."""
     reasons: dict[str, dict[str, int]] = {}
     for client, counts in result["failures"].items():
@@ -98,7 +99,11 @@ def failures_line(result: Mapping[str, Any]) -> list[str]:
     for reason, times in sorted(reasons.items()):
         often = sorted(times, key=lambda client: (-times[client], int(client)))
         who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
-        hint = "; a smaller --lr may help" if reason == "not finite" and "attack" not in result["faults"] else ""
+        hint = (
+            "; a smaller --lr or uploads.norm_bound may help"
+            if reason == "not finite" and "attack" not in result["faults"]
+            else ""
+        )
         lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' if len(often) > 1 else ''} {who}{hint}")
     return lines
 
