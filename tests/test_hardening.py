@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official import cifar_files, idx_files, write
 from pydantic import BaseModel, ValidationError
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import pfedla
@@ -40,6 +41,8 @@ from pfedla.experiment import Experiment, build, read_toml
 from pfedla.files import read_json, read_tensors, safe_name
 from pfedla.models import MODELS, build_model, outline, task_of
 from pfedla.personal import FederationFile, evaluate_personal, load_personal
+from pfedla.report.tables import Row, failures_line, result_table, traffic_line, warnings
+from pfedla.result_file import read_result, round_of
 from pfedla.results import run
 
 GIBIBYTE = 2**30
@@ -293,6 +296,31 @@ def test_a_damaged_run_folder_gives_its_model_or_a_sentence(run_folder: Path, da
             evaluate_personal(personal, None)
     finally:
         (run_folder / name).write_bytes(good)
+
+
+@fuzz(150)
+@given(st.data())
+def test_a_damaged_result_makes_its_table_or_a_sentence(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+    good = (run_folder / "result.json").read_bytes()
+    assert read_result(run_folder / "result.json") == json.loads(good)
+    path = tmp_path / "result.json"
+    path.write_bytes(data.draw(damaged(good) | st.sampled_from([b"[]", b"{}", b"null", b'{"rounds": 1}'])))
+    with at_most(GIBIBYTE), suppress(PfedlaError):
+        result = read_result(path)
+        Console(quiet=True).print(result_table(result), *warnings([result]), *failures_line(result))
+        assert traffic_line(result["traffic"])
+        assert Row("a", [result]).cells()
+
+
+@fuzz(100)
+@given(st.data())
+def test_a_damaged_line_is_no_round(run_folder: Path, data: st.DataObject) -> None:
+    line = (run_folder / "rounds.jsonl").read_text().splitlines()[-1]
+    assert round_of(line) == 1
+    strange = ["", "[" * 10**5, "3", "{}", '{"round": 1}', line.replace('"mean"', '"men"'), line.replace("1", "9" * 5000)]
+    text = data.draw(damaged(line.encode()).map(lambda content: content.decode(errors="replace")) | st.sampled_from(strange))
+    assert round_of(text) is None or "mean" in json.loads(text)["accuracy"]
+    assert all(round_of(text) is None for text in strange)
 
 
 STRANGE: list[tuple[dict[str, Any], str]] = [
