@@ -9,7 +9,7 @@ import struct
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -23,9 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official import cifar_files, idx_files, write
 from pydantic import BaseModel, ValidationError
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import pfedla
+from pfedla import errors
 from pfedla.algorithms import ALGORITHMS, create, options_model
 from pfedla.contracts import LocalTraining
 from pfedla.data import datasets, own
@@ -36,10 +38,12 @@ from pfedla.data.partition import by_client
 from pfedla.data.recipe import Partition
 from pfedla.engines import ENGINES
 from pfedla.errors import PfedlaError, shown
-from pfedla.experiment import Experiment, build, read_toml
+from pfedla.experiment import Experiment, build, read_toml, with_setting
 from pfedla.files import read_json, read_tensors, safe_name
 from pfedla.models import MODELS, build_model, outline, task_of
 from pfedla.personal import FederationFile, evaluate_personal, load_personal
+from pfedla.report.tables import Row, failures_line, result_table, traffic_line, warnings
+from pfedla.result_file import read_result, round_of
 from pfedla.results import run
 
 GIBIBYTE = 2**30
@@ -48,6 +52,12 @@ DIGITS = datasets.load("digits")
 
 def fuzz(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def call(pfedla: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+    """The command line; here `pfedla` is the package."""
+    return pfedla
 
 
 @contextmanager
@@ -235,6 +245,43 @@ def test_a_strange_value_is_shown_short() -> None:
         create("pfedla", task_of(outline("mlp", (4,), 2)), LocalTraining(0.1, 1, 8), {"hidden_size": nested})
 
 
+@pytest.mark.parametrize(
+    "text", ["seed = 0x" + "f" * 9000, "a." * 3000 + "a = 1", "data." * 3000 + "a = 1", "data = 0x" + "f" * 9000]
+)
+def test_a_value_that_cannot_be_printed_is_refused(text: str) -> None:
+    with pytest.raises(PfedlaError, match=r"is not possible|unknown key") as error:
+        Experiment.parse(tomllib.loads(text))
+    assert len(str(error.value)) < 1000
+
+
+def test_a_section_that_cannot_be_printed_is_refused(call) -> None:
+    Path("e.toml").write_text("data = 0x" + "f" * 9000 + "\nlocal = 0x" + "f" * 9000)
+    for command in (["run", "e.toml", "--clients", 3], ["compare", "e.toml"], ["compare", "--seeds", "9" * 5000]):
+        code, _, err = call(*command)
+        assert code == 2
+        assert len(err) < 500
+
+
+@pytest.mark.parametrize("word", ["9" * 5000, "[" * 5000, "{a." + "a." * 2000 + "a = 1}"])
+def test_a_setting_that_cannot_be_read_is_refused(word: str) -> None:
+    with pytest.raises(PfedlaError, match=r"seed = .* is not possible"):
+        Experiment.parse(with_setting({}, f"seed={word}"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("local_epochs", 10**9), ("local_epochs", 10_001), ("lr", 1e39)])
+def test_the_local_budget_has_an_end(key: str, value: float) -> None:
+    with pytest.raises(PfedlaError, match=f"training.{key} = "):
+        Experiment.parse({"training": {key: value}})
+
+
+def test_what_all_models_take_is_known_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = Experiment.parse({"algorithm": {"name": "fedavg"}})
+    size = 4 * sum(build(experiment, DIGITS).algorithm.task.layers.num_parameters)
+    monkeypatch.setattr(errors, "AFFORDABLE", 10 * size - 1)
+    with pytest.raises(PfedlaError, match="the models of 10 clients would take"):
+        build(experiment, DIGITS)
+
+
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_options_at_the_ends_of_their_ranges_run_or_are_refused(name: str) -> None:
     for option, field in options_model(ALGORITHMS[name]).model_fields.items():
@@ -293,6 +340,40 @@ def test_a_damaged_run_folder_gives_its_model_or_a_sentence(run_folder: Path, da
             evaluate_personal(personal, None)
     finally:
         (run_folder / name).write_bytes(good)
+
+
+@fuzz(150)
+@given(st.data())
+def test_a_damaged_result_makes_its_table_or_a_sentence(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
+    good = (run_folder / "result.json").read_bytes()
+    assert read_result(run_folder / "result.json") == json.loads(good)
+    path = tmp_path / "result.json"
+    path.write_bytes(data.draw(damaged(good) | st.sampled_from([b"[]", b"{}", b"null", b'{"rounds": 1}'])))
+    with at_most(GIBIBYTE), suppress(PfedlaError):
+        result = read_result(path)
+        Console(quiet=True).print(result_table(result), *warnings([result]), *failures_line(result))
+        assert traffic_line(result["traffic"])
+        assert Row("a", [result]).cells()
+
+
+@pytest.mark.parametrize("name", ["federation.json", "environment.json", "result.json", "rounds.jsonl"])
+@pytest.mark.parametrize("content", ["[]", "null", "{}", '{"rounds": 1}', "[" * 10**5, '{"round": 1, "accuracy": 3}'])
+def test_a_strange_run_folder_goes_on_or_is_refused(call, run_folder: Path, tmp_path: Path, name: str, content: str) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(content)
+    for more in ([], ["--rounds", "2"]):
+        assert call("run", "run", "--resume", *more)[0] in (0, 2)
+
+
+@fuzz(100)
+@given(st.data())
+def test_a_damaged_line_is_no_round(run_folder: Path, data: st.DataObject) -> None:
+    line = (run_folder / "rounds.jsonl").read_text().splitlines()[-1]
+    assert round_of(line) == 1
+    strange = ["", "[" * 10**5, "3", "{}", '{"round": 1}', line.replace('"mean"', '"men"'), line.replace("1", "9" * 5000)]
+    text = data.draw(damaged(line.encode()).map(lambda content: content.decode(errors="replace")) | st.sampled_from(strange))
+    assert round_of(text) is None or "mean" in json.loads(text)["accuracy"]
+    assert all(round_of(text) is None for text in strange)
 
 
 STRANGE: list[tuple[dict[str, Any], str]] = [
@@ -493,6 +574,24 @@ def test_a_name_stays_in_its_folder(text: str) -> None:
     assert name.isprintable()
     assert name == name.strip(" .")
     assert safe_name("letters_v1.2-a") == "letters_v1.2-a"
+
+
+@pytest.mark.filterwarnings("ignore:Glyph 27")  # no font has an escape character
+def test_names_of_files_and_clients_stay_below_the_run(call, tmp_path: Path) -> None:
+    strange, outside = "a\x1b[2J b:*..", "../../../../outside"
+    x, y = np.arange(160.0).reshape(80, 2), np.arange(80) % 2
+    np.savez(tmp_path / f"{strange}.npz", x=x, y=y, client=np.array([outside, "b"] * 40)[np.arange(80) // 2 % 2])
+    before = {*tmp_path.iterdir()}
+    quick = ["-d", tmp_path / f"{strange}.npz", "--rounds", 1, "--local-epochs", 1, "-q"]
+    for command in (["run", *quick], ["compare", "-a", "local", *quick], ["data", "show", *quick[:2]]):
+        code, _, err = call(*command)
+        assert code == 0, err
+    code, _, err = call("export", next(Path("runs").glob("pfedla-*")), "--client", outside)
+    assert code == 0, err
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["compare-a_2J_b-client", "pfedla-a_2J_b-client-s0"]
+    assert [path.name for path in Path("runs").glob("*/export/*")] == ["client-outside"]
+    assert {path.name for path in {*tmp_path.iterdir()} - before} == {"runs", "federation-a_2J_b-client-s0.png"}
+    assert not (tmp_path.parent / "outside").exists()
 
 
 # Nothing is ever unpickled

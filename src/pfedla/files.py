@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, shown
 from pfedla.tree import Params
 
 LARGEST_JSON = 64 * 2**20  # bytes
@@ -58,6 +58,14 @@ def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
         json.dumps(content, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair can be read but never written
     except (OSError, ValueError, RecursionError) as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
+    return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds that should be one object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise PfedlaError(f"{path} is damaged: it holds {shown(content)}")
     return content
 
 
