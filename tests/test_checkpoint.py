@@ -37,7 +37,8 @@ def go(
 
     def record(one: Round) -> None:
         played.append(one.round)
-        folder.add_line({"round": one.round})
+        nothing = dict.fromkeys(("mean", "std", "p10", "worst"))
+        folder.add_line({"round": one.round, "accuracy": nothing, "accuracy_after_training": None})
 
     folder = RunFolder(path, resume=True)
     folder.say = (said if said is not None else []).append

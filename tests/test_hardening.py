@@ -42,7 +42,7 @@ from pfedla.experiment import Experiment, build, read_toml, with_setting
 from pfedla.files import read_json, read_tensors, safe_name
 from pfedla.models import MODELS, build_model, outline, task_of
 from pfedla.personal import FederationFile, evaluate_personal, load_personal
-from pfedla.report.tables import Row, failures_line, result_table, traffic_line, warnings
+from pfedla.report.tables import Row, failures_lines, result_table, traffic_line, warnings
 from pfedla.result_file import read_result, round_of
 from pfedla.results import run
 
@@ -351,7 +351,7 @@ def test_a_damaged_result_makes_its_table_or_a_sentence(run_folder: Path, tmp_pa
     path.write_bytes(data.draw(damaged(good) | st.sampled_from([b"[]", b"{}", b"null", b'{"rounds": 1}'])))
     with at_most(GIBIBYTE), suppress(PfedlaError):
         result = read_result(path)
-        Console(quiet=True).print(result_table(result), *warnings([result]), *failures_line(result))
+        Console(quiet=True).print(result_table(result), *warnings([result]), *failures_lines(result))
         assert traffic_line(result["traffic"])
         assert Row("a", [result]).cells()
 

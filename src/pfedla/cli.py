@@ -35,7 +35,7 @@ from pfedla.cli_options import (
     Threads,
     out_console,
 )  # fmt: skip
-from pfedla.errors import PfedlaError, Stopped
+from pfedla.errors import PfedlaError, Stopped, shown
 from pfedla.interruption import EXIT_CODE, Interruption
 
 app = typer.Typer(
@@ -163,8 +163,8 @@ def _words(text: str) -> list[str]:
 
 
 def _seed(word: str) -> int:
-    if not word.isdecimal():
-        raise PfedlaError(f"--seeds: {word!r} is not a whole number; write for example --seeds 0,1,2")
+    if not word.isdecimal() or len(word) > 19:
+        raise PfedlaError(f"--seeds: {shown(word)} is not a whole number below 2^63; write for example --seeds 0,1,2")
     return int(word)
 
 
@@ -260,8 +260,9 @@ def export(
 ) -> None:
     """Take a personal model out: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
     from pfedla.personal import export_personal, load_personal
+    from pfedla.run_folder import plain_name
 
-    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{client}"):
+    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{plain_name(client)}"):
         out_console.print(str(path), soft_wrap=True)
 
 

@@ -11,12 +11,12 @@ from pfedla.checkpoint import write_whole
 from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
-from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError
+from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError, shown
 from pfedla.experiment import Experiment, build, overlay
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
 from pfedla.results import RUNS, last_numbered, numbered, run_built
-from pfedla.run_folder import EXPERIMENT, RunFolder, new_folder
+from pfedla.run_folder import EXPERIMENT, RunFolder, new_folder, plain_name
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def plan(
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():
         if not isinstance(section, Mapping):
-            raise PfedlaError(f"{key} = {section!r} is not possible: [{key}] is a section")
+            raise PfedlaError(f"{key} = {shown(section)} is not possible: [{key}] is a section")
     having = {name: set(options_model(find(name)).model_fields) for name in names}
     if lost := set(sections["algorithm"]) - set().union(*having.values()):
         raise PfedlaError(f"none of {', '.join(names)} has an option {', '.join(sorted(lost))}")
@@ -66,7 +66,7 @@ def plan(
                 experiments.append(experiment)
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    named = RUNS / f"compare-{dataset.name[:60]}-{partition}"
+    named = RUNS / f"compare-{plain_name(dataset.name)}-{partition}"
     return Plan(dataset, experiments, reasons, out or (last_numbered(named) if resume else numbered(named)))
 
 

@@ -17,7 +17,7 @@ from pfedla.data.own import Dataset
 from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Recipe, recipe_of
 from pfedla.engines import ENGINES
 from pfedla.engines.clients import usable_device
-from pfedla.errors import PfedlaError, unknown
+from pfedla.errors import PfedlaError, check_affordable, shown, unknown
 from pfedla.faults import Attack, Faults
 from pfedla.files import check_size
 from pfedla.models import MODELS, build_model, model_for, task_of
@@ -60,8 +60,8 @@ class DataSection(_Section):
 class TrainingSection(_Section):
     """[training]: the local budget, the same for every method."""
 
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # auto: the paper's for the data set
-    local_epochs: Positive = 5
+    lr: Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)] | Auto = AUTO  # auto: the paper's for the data set
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 5  # every epoch's order is drawn before the first
     batch_size: Positive = 32
     augment: bool = False  # random crop and flip of the training images; the paper states none
 
@@ -174,11 +174,11 @@ def _explain(error: ValidationError) -> str:
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
         return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
     if problem["type"] == "model_type":
-        return f"{key} = {problem['input']!r} is not possible: [{key}] is a section"
+        return f"{key} = {shown(problem['input'])} is not possible: [{key}] is a section"
     # A union ("auto" or a number) reports each of its members.
     same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
     messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
-    return f"{key} = {problem['input']!r} is not possible: it should be {' or '.join(messages)}"
+    return f"{key} = {shown(problem['input'])} is not possible: it should be {' or '.join(messages)}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def with_setting(values: dict[str, Any], setting: str) -> dict[str, Any]:
     try:
         # No option takes a NaN, but `nan` is the name of an attack.
         value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = text
     return overlay(values, {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}})
 
@@ -212,7 +212,7 @@ def overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         if isinstance(value, Mapping) and key in below:
             if not isinstance(below[key], Mapping):
-                raise PfedlaError(f"{key} = {below[key]!r} is not possible: [{key}] is a section")
+                raise PfedlaError(f"{key} = {shown(below[key])} is not possible: [{key}] is a section")
             merged[key] = overlay(below[key], value)
         else:
             merged[key] = value
@@ -246,6 +246,7 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
         federation.check_images()
     budget = LocalTraining(_chosen(training.lr), training.local_epochs, training.batch_size, training.augment)
     method = algorithms.create(experiment.algorithm.name, task_of(module), budget, options)
+    check_affordable(f"the models of {len(federation)} clients", len(federation) * sum(method.task.layers.num_parameters))
     method.check(len(federation))
     experiment.faults.faults().check(len(federation), training.local_epochs)
     section = AlgorithmSection(name=experiment.algorithm.name, **options)

@@ -27,11 +27,11 @@ from pfedla.data.federation import Federation
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_json
+from pfedla.files import read_object
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
-from pfedla.run_folder import RESULT, RunFolder
+from pfedla.run_folder import RESULT, RunFolder, plain_name
 from pfedla.simulation import Simulation, simulate_method
 from pfedla.uploads import count_failures
 
@@ -211,12 +211,12 @@ def describe_in(folder: RunFolder, federation: Federation) -> None:
     """Write down what the run is made of and runs on; of one that goes on, refuse other data and name another machine."""
     made_of, runs_on = describe(federation), environment()
     if folder.reopened and (folder.path / "federation.json").exists():
-        if read_json(folder.path / "federation.json").get("fingerprint") != made_of["fingerprint"]:
+        if read_object(folder.path / "federation.json").get("fingerprint") != made_of["fingerprint"]:
             raise PfedlaError(f"the data are not what they were when {folder.path} was begun; start in a new folder")
     else:
         folder.write_json("federation.json", made_of)
     if folder.reopened and (folder.path / "environment.json").exists():
-        if changed := differing(read_json(folder.path / "environment.json"), runs_on):
+        if changed := differing(read_object(folder.path / "environment.json"), runs_on):
             folder.say(f"not the machine the run was begun on, results may differ in the last bits: {'; '.join(changed)}")
     else:
         folder.write_json("environment.json", runs_on)
@@ -240,7 +240,7 @@ def disk_named(folder: RunFolder) -> Iterator[None]:
 def folder_name(experiment: Experiment) -> str:
     """<algorithm>-<dataset>-<partition>-s<seed>"""
     data = experiment.data
-    return f"{experiment.algorithm.name}-{Path(data.dataset).stem[:60]}-{data.split_name}-s{experiment.seed}"
+    return f"{experiment.algorithm.name}-{plain_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
 
 
 def numbered(path: Path) -> Path:

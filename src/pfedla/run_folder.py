@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pfedla.checkpoint import Cadence, ChangedExperimentError, Checkpoints, Prog
 from pfedla.contracts import Params
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Experiment, read_toml
-from pfedla.files import read_json
+from pfedla.result_file import read_result, round_of
 
 EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
 
@@ -30,6 +31,11 @@ def new_folder(path: Path) -> Path:
     except OSError as error:
         raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
     return path
+
+
+def plain_name(text: str) -> str:
+    """A name that a file or folder can have anywhere and that leads nowhere else."""
+    return re.sub(r"[^\w.-]+", "_", text).strip("._-")[:60] or "unnamed"
 
 
 class RunFolder:
@@ -73,7 +79,7 @@ class RunFolder:
                 raise ChangedExperimentError(self.path, changed)
             if experiment.rounds < before.rounds:
                 raise PfedlaError(f"{self.path} was begun with {before.rounds} rounds: it can be extended, not shortened")
-            result = self._result()
+            result = read_result(self.path / RESULT) if (self.path / RESULT).exists() else None
         elif self.reopened and any(self.path.glob("[!.]*")):
             raise PfedlaError(f"{self.path} is no run folder: it has no {EXPERIMENT}; choose another with --out")
         if result is not None and result["rounds"] < experiment.rounds:
@@ -82,15 +88,6 @@ class RunFolder:
             return None
         if not self.reopened:
             self.write(EXPERIMENT, experiment.to_toml())
-        return result
-
-    def _result(self) -> dict[str, Any] | None:
-        path = self.path / RESULT
-        if not path.exists():
-            return None
-        result = read_json(path)
-        if not isinstance(result, dict) or not isinstance(result.get("rounds"), int):
-            raise PfedlaError(f"{path} is damaged: it has no rounds")
         return result
 
     def restore(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None:
@@ -132,12 +129,9 @@ class RunFolder:
             return
         kept = []
         for line in (self.path / LINES).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                number = json.loads(line)["round"]
+            if (number := round_of(line)) is not None:  # else it was cut off while it was written
                 wanted = number % self.experiment.evaluate_every == 0 or number == self.experiment.rounds
                 kept += [line] if number <= played and wanted else []
-            except (ValueError, KeyError, TypeError):
-                continue  # cut off while it was written
         self.write(LINES, "".join(f"{line}\n" for line in kept))
 
     def write(self, name: str, text: str) -> None:
