@@ -356,8 +356,17 @@ def test_a_damaged_result_makes_its_table_or_a_sentence(run_folder: Path, tmp_pa
         assert Row("a", [result]).cells()
 
 
-@pytest.mark.parametrize("name", ["federation.json", "environment.json", "result.json", "rounds.jsonl"])
-@pytest.mark.parametrize("content", ["[]", "null", "{}", '{"rounds": 1}', "[" * 10**5, '{"round": 1, "accuracy": 3}'])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("federation.json", "[]"),
+        ("environment.json", "null"),
+        ("result.json", "[]"),
+        ("result.json", '{"rounds": 1}'),
+        ("rounds.jsonl", "[" * 10**5),
+        ("rounds.jsonl", '{"round": 1, "accuracy": 3}'),
+    ],
+)
 def test_a_strange_run_folder_goes_on_or_is_refused(call, run_folder: Path, tmp_path: Path, name: str, content: str) -> None:
     shutil.copytree(run_folder, tmp_path / "run")
     (tmp_path / "run" / name).write_text(content)

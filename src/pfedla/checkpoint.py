@@ -23,7 +23,7 @@ from torch import Tensor
 from pfedla.communication import Traffic
 from pfedla.contracts import Params, ServerState
 from pfedla.errors import PfedlaError
-from pfedla.files import read_json, read_tensors
+from pfedla.files import read_json, read_tensors, sha256
 
 FORMAT = 1
 KEPT = 2
@@ -85,7 +85,7 @@ class Checkpoints:
                 format=FORMAT, experiment=dict(self.experiment), round=progress.round, traffic=asdict(progress.traffic),
                 after_training=[None if math.isnan(value) else value for value in progress.after_training.tolist()],
                 alpha_rounds=progress.alpha_rounds, failures={str(who): why for who, why in progress.failures.items()},
-                failed_rounds=progress.failed_rounds, seconds=progress.seconds, tensors_sha256=_sha256(tensors_path),
+                failed_rounds=progress.failed_rounds, seconds=progress.seconds, tensors_sha256=sha256(tensors_path),
             )  # fmt: skip
             content = state.model_dump()
             text = json.dumps({"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False)
@@ -138,7 +138,7 @@ class Checkpoints:
         if fresh.alphas:
             alphas = fresh.alphas[0].new_empty(len(state.alpha_rounds), *fresh.alphas[0].shape, device="meta")
         tensors = read_tensors(tensors_path, _flat(fresh.server, clients, alphas))
-        if _sha256(tensors_path) != state.tensors_sha256:
+        if sha256(tensors_path) != state.tensors_sha256:
             raise PfedlaError(f"{tensors_path} is damaged: it is not what was written")
         # Copies: what was read may lie anywhere in memory, and small products round differently by where their numbers lie.
         tensors = {name: value.clone() for name, value in tensors.items()}
@@ -179,11 +179,6 @@ def _flat(server: ServerState, clients: Params, alphas: Tensor | None) -> Params
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,5 +1,6 @@
 """Files from strangers: what a file claims is compared with what is expected before anything of its size is allocated."""
 
+import hashlib
 import json
 import math
 import re
@@ -96,3 +97,8 @@ def safe_name(text: str) -> str:
     """A stranger's text as a part of a file's name: it stays in its folder, is seen, and is not too long."""
     name = re.sub(r"[^\w.-]+", "_", text).encode()[:60].decode(errors="ignore")
     return name.strip("._") or "unnamed"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

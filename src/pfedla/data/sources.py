@@ -1,7 +1,6 @@
 """Where the files of a data set come from: official hosts, published checksums, safe unpacking, the data directory."""
 
 import gzip
-import hashlib
 import os
 import shutil
 import tarfile
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 from pfedla.errors import PfedlaError
+from pfedla.files import sha256
 
 LARGEST_MEMBER = 2**30  # bytes
 
@@ -156,8 +156,3 @@ def _inside(archive: Path, name: str) -> PurePosixPath:
     if path.is_absolute() or ".." in path.parts or ":" in name:
         raise PfedlaError(f"{archive}: {name!r} points out of its folder; the archive is not used")
     return path
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
