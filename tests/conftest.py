@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from pfedla.algorithms import ALGORITHMS, create
@@ -21,6 +22,9 @@ from pfedla.faults import Faults
 from pfedla.models import task_of
 from pfedla.rounds import Round, run_rounds
 from pfedla.uploads import NO_ANSWER, Accepted, accept
+
+settings.register_profile("pfedla", deadline=None)  # a busy machine is no failure
+settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)

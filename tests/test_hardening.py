@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from conftest import make, play, toy_federation
+from conftest import make, methods, play, toy_federation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official import cifar_files, idx_files, write
@@ -282,7 +282,7 @@ def test_what_all_models_take_is_known_before_they_are_made(monkeypatch: pytest.
         build(experiment, DIGITS)
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("name", methods("fedavg", "pfedme", "pfedla"))
 def test_options_at_the_ends_of_their_ranges_run_or_are_refused(name: str) -> None:
     for option, field in options_model(ALGORITHMS[name]).model_fields.items():
         for value in (5e-324, 1e38, 1e308) if "float" in str(field.annotation) else ():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from pfedla.files import read_json, read_tensors, sha256
 
 FORMAT = 1
 KEPT = 2
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 @dataclass
@@ -53,8 +53,9 @@ class _State(BaseModel):
     experiment: dict[str, Any]  # what the numbers depend on; a run goes on with the same only
     round: Annotated[int, Field(ge=1)]
     traffic: dict[str, Count]
-    after_training: list[float | None]
-    alpha_rounds: list[Count]
+    # FailFast: else a strange file could be answered by gigabytes of error messages.
+    after_training: Annotated[list[float | None], FailFast()]
+    alpha_rounds: Annotated[list[Count], FailFast()]
     failures: dict[str, dict[str, Annotated[int, Field(ge=1)]]]
     failed_rounds: Count
     seconds: dict[str, Annotated[float, Field(ge=0)]]

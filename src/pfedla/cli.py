@@ -259,10 +259,10 @@ def export(
     out: Annotated[Path | None, typer.Option(help="New folder for the files (default: RUN/export/client-<id>).")] = None,
 ) -> None:
     """Take a personal model out: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
+    from pfedla.files import safe_name
     from pfedla.personal import export_personal, load_personal
-    from pfedla.run_folder import plain_name
 
-    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{plain_name(client)}"):
+    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{safe_name(client)}"):
         out_console.print(str(path), soft_wrap=True)
 
 

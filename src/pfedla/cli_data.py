@@ -71,18 +71,18 @@ def show(
     """
     given = locals()
     from pfedla.experiment import Experiment, build_federation
+    from pfedla.files import safe_name
     from pfedla.options import gather
     from pfedla.report.federation import PICTURES, draw_federation, federation_table, statistics_line
     from pfedla.report.tables import where as federation_name
     from pfedla.results import describe
-    from pfedla.run_folder import plain_name
 
     if out is not None and out.suffix.lower() not in PICTURES:
         raise PfedlaError(f"--out {out}: the picture must end in {', '.join(PICTURES)}")
     experiment = Experiment.parse(gather(given))
     data, federation = build_federation(experiment.data, experiment.seed)
     described = describe(federation)
-    stem = plain_name(Path(data.dataset).stem)
+    stem = safe_name(Path(data.dataset).stem)
     name = f"{federation_name(data.model_dump() | described)}, seed {experiment.seed}"
     path = draw_federation(described, name, out or Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png"))
     if as_json:

@@ -13,10 +13,11 @@ from pfedla.data import datasets
 from pfedla.data.own import Dataset
 from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError, shown
 from pfedla.experiment import Experiment, build, overlay
+from pfedla.files import safe_name
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
 from pfedla.results import RUNS, last_numbered, numbered, run_built
-from pfedla.run_folder import EXPERIMENT, RunFolder, new_folder, plain_name
+from pfedla.run_folder import EXPERIMENT, RunFolder, new_folder
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def plan(
                 experiments.append(experiment)
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    named = RUNS / f"compare-{plain_name(dataset.name)}-{partition}"
+    named = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
     return Plan(dataset, experiments, reasons, out or (last_numbered(named) if resume else numbered(named)))
 
 

@@ -197,7 +197,7 @@ def with_setting(values: dict[str, Any], setting: str) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
     parts = path.strip().split(".")
     if not equals or len(parts) > 2 or not all(parts):
-        raise PfedlaError(f"--set {setting!r}: write section.key=value, for example algorithm.neighbours=5")
+        raise PfedlaError(f"--set {shown(setting)}: write section.key=value, for example algorithm.neighbours=5")
     try:
         # No option takes a NaN, but `nan` is the name of an attack.
         value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]

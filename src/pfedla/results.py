@@ -27,11 +27,11 @@ from pfedla.data.federation import Federation
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_object
+from pfedla.files import read_object, safe_name
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
-from pfedla.run_folder import RESULT, RunFolder, plain_name
+from pfedla.run_folder import RESULT, RunFolder
 from pfedla.simulation import Simulation, simulate_method
 from pfedla.uploads import count_failures
 
@@ -240,7 +240,7 @@ def disk_named(folder: RunFolder) -> Iterator[None]:
 def folder_name(experiment: Experiment) -> str:
     """<algorithm>-<dataset>-<partition>-s<seed>"""
     data = experiment.data
-    return f"{experiment.algorithm.name}-{plain_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    return f"{experiment.algorithm.name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
 
 
 def numbered(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +30,6 @@ def new_folder(path: Path) -> Path:
     except OSError as error:
         raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
     return path
-
-
-def plain_name(text: str) -> str:
-    """A name that a file or folder can have anywhere and that leads nowhere else."""
-    return re.sub(r"[^\w.-]+", "_", text).strip("._-")[:60] or "unnamed"
 
 
 class RunFolder:
