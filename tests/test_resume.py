@@ -108,8 +108,9 @@ def test_a_signal_stops_where_it_can_go_on(number: signal.Signals, tmp_path: Pat
 @pytest.mark.slow
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     """Though the clients at work would go on for minutes."""
-    with started(*TINY, "--local-epochs", 20000, "--rounds", 9, "--out", tmp_path / "r") as process:
+    with started(*TINY, "--local-epochs", 10000, "--batch-size", 2, "--rounds", 9, "--out", tmp_path / "r") as process:
         while not (tmp_path / "r" / "environment.json").exists():
+            assert process.poll() is None
             time.sleep(0.05)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
