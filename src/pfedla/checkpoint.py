@@ -8,7 +8,6 @@ memory after round r.
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from torch import Tensor
 from pfedla.communication import Traffic
 from pfedla.contracts import Params, ServerState
 from pfedla.errors import PfedlaError
-from pfedla.files import read_json, read_tensors, sha256
+from pfedla.files import read_json, read_tensors, sha256, write_text, write_whole
 
 FORMAT = 1
 KEPT = 2
@@ -90,7 +89,7 @@ class Checkpoints:
             )  # fmt: skip
             content = state.model_dump()
             text = json.dumps({"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False)
-            write_whole(self.path(progress.round, "json"), lambda path: path.write_text(text + "\n", encoding="utf-8"))
+            write_text(self.path(progress.round, "json"), text + "\n")
         except BaseException:  # a full disk, perhaps: what is half-written is of no use
             self._remove_all_but(self.rounds())
             raise
@@ -180,23 +179,6 @@ def _flat(server: ServerState, clients: Params, alphas: Tensor | None) -> Params
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """The file is there with all of its content, on the disk, or not at all; what it was before is there until then."""
-    temporary = path.with_name(f".{path.name}.part")
-    write(temporary)
-    _to_disk(temporary)
-    temporary.replace(path)
-    _to_disk(path.parent)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Cadence:

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.algorithms import ALGORITHMS, find, options_model
-from pfedla.checkpoint import write_whole
 from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
 from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError, shown
 from pfedla.experiment import Experiment, build, overlay
-from pfedla.files import safe_name
+from pfedla.files import safe_name, write_text
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
 from pfedla.results import RUNS, last_numbered, numbered, run_built
@@ -102,11 +101,9 @@ def compare(
     if not folders:
         raise PfedlaError(next(row.reason for row in rows.values() if row.gave_up))
     draw_comparison(folders, root / "learning_curves.png")
-    table = comparison_markdown(list(rows.values()))
-    write_whole(root / "comparison.md", lambda path: path.write_text(table, encoding="utf-8"))
+    write_text(root / "comparison.md", comparison_markdown(list(rows.values())))
     content = {
         row.algorithm: row.results or {"gave_up" if row.gave_up else "not_applicable": row.reason} for row in rows.values()
     }
-    text = json.dumps(content, indent=2) + "\n"
-    write_whole(root / "comparison.json", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(root / "comparison.json", json.dumps(content, indent=2) + "\n")
     return list(rows.values())

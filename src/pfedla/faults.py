@@ -84,9 +84,9 @@ class Faults:
     def _falsified(self, trained: Tensor, start: Tensor, draws: torch.Generator) -> Tensor:
         if not trained.is_floating_point():
             return trained
-        update = trained - start
         if self.attack == "nan":
             return torch.full_like(trained, torch.nan)
+        update = trained - start
         if self.attack == "noise":
             noise = torch.randn(trained.shape, generator=draws).to(trained)
             return start + self.factor * update.square().mean().sqrt() * noise

@@ -1,9 +1,11 @@
-"""Files from strangers: what a file claims is compared with what is expected before anything of its size is allocated."""
+"""Files: of strangers, read only once what they claim is what is expected; our own, written whole or not at all."""
 
 import hashlib
 import json
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,3 +104,24 @@ def safe_name(text: str) -> str:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """The file is there with all of its content, on the disk, or not at all; what it was before is there until then."""
+    temporary = path.with_name(f".{path.name}.part")
+    write(temporary)
+    _to_disk(temporary)
+    temporary.replace(path)
+    _to_disk(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

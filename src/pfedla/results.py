@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pfedla import __version__
-from pfedla.checkpoint import Progress, differing, write_whole
+from pfedla.checkpoint import Progress, differing
 from pfedla.console import Reporter
 from pfedla.contracts import Params
 from pfedla.data.federation import Federation
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_object, safe_name
+from pfedla.files import read_object, safe_name, write_whole
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round

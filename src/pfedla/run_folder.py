@@ -10,10 +10,11 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from pfedla.checkpoint import Cadence, ChangedExperimentError, Checkpoints, Progress, differing, write_whole
+from pfedla.checkpoint import Cadence, ChangedExperimentError, Checkpoints, Progress, differing
 from pfedla.contracts import Params
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Experiment, read_toml
+from pfedla.files import write_text
 from pfedla.result_file import read_result, round_of
 
 EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
@@ -129,7 +130,7 @@ class RunFolder:
         self.write(LINES, "".join(f"{line}\n" for line in kept))
 
     def write(self, name: str, text: str) -> None:
-        write_whole(self.path / name, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(self.path / name, text)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -240,7 +240,7 @@ def simulate_method(
 def snapshot(progress: Progress, method: Algorithm) -> None:
     """Take alpha as it is now."""
     alpha = method.alpha(progress.server)
-    if alpha is not None and progress.round not in progress.alpha_rounds:
+    if alpha is not None:
         progress.alphas.append(alpha)
         progress.alpha_rounds.append(progress.round)
 

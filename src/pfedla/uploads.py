@@ -32,9 +32,10 @@ def accept(
     failures: dict[int, Failure] = {}
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
-        failure = answer if isinstance(answer, Failure) else fault_of(answer, expected)
-        if isinstance(answer, Failure) or failure is not None:
-            failures[row] = failure or NO_ANSWER
+        if isinstance(answer, Failure):
+            failures[row] = answer
+        elif (fault := fault_of(answer, expected)) is not None:
+            failures[row] = fault
         else:
             # In the server's order of names, not the client's: sums over tensors must not depend on what a client sends.
             sound[row] = answer._replace(upload=_in_order(answer.upload, expected))
