@@ -20,9 +20,10 @@ from pfedla.algorithms import create
 from pfedla.contracts import LocalTraining
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import ENGINES, create_engine
-from pfedla.models import build_model, model_for, task_of
+from pfedla.models import build_model, model_for
 from pfedla.results import environment
 from pfedla.rounds import everyone
+from pfedla.tasks import task_of
 
 CLIENTS, IMAGES, TEST_IMAGES, EPOCHS, BATCH, LR, REPEATS = 10, 420, 180, 2, 32, 0.01, 5
 SHAPES = {"Fashion-MNIST": (1, 28, 28), "CIFAR-10": (3, 32, 32)}

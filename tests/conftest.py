@@ -19,8 +19,8 @@ from pfedla.engines import create_engine
 from pfedla.engines.clients import NO_FAULTS
 from pfedla.errors import NotApplicableError
 from pfedla.faults import Faults
-from pfedla.models import task_of
 from pfedla.rounds import Round, run_rounds
+from pfedla.tasks import task_of
 from pfedla.uploads import NO_ANSWER, Accepted, accept
 
 settings.register_profile("pfedla", deadline=None)  # a busy machine is no failure

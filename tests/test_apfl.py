@@ -14,8 +14,8 @@ from pfedla.contracts import LocalData, LocalTraining, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
-from pfedla.models import task_of
 from pfedla.rounds import everyone
+from pfedla.tasks import task_of
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 TRAINING = LocalTraining(0.1, 2, 5)

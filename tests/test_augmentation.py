@@ -15,9 +15,10 @@ from pfedla.contracts import LocalTraining
 from pfedla.data.federation import Federation, federation_of
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
-from pfedla.models import SmallCNN, task_of
+from pfedla.models import SmallCNN
 from pfedla.rounds import everyone
 from pfedla.seeds import generator
+from pfedla.tasks import task_of
 
 
 def plainly(image: torch.Tensor, down: int, right: int, mirrored: int) -> torch.Tensor:

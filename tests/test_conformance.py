@@ -12,8 +12,8 @@ from pfedla.communication import payload_bytes
 from pfedla.contracts import Failure, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.models import load_tensors
 from pfedla.rounds import everyone, sample_cohort
+from pfedla.tasks import load_tensors
 from pfedla.tree import take
 
 pytestmark = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pfedla.algorithms import create
 from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
 from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
 from pfedla.layers import Layers, choose, mix
-from pfedla.models import task_of
+from pfedla.tasks import task_of
 from pfedla.tree import repeat, stack, take, weighted_mean
 
 LINE = Layers.of(nn.Linear(1, 1))

@@ -12,7 +12,7 @@ from pfedla.algorithms.fedavg import FedAvg
 from pfedla.contracts import LocalData, LocalTraining, Payload
 from pfedla.data.federation import Federation
 from pfedla.errors import NotApplicableError
-from pfedla.models import task_of
+from pfedla.tasks import task_of
 from pfedla.tree import take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])

@@ -14,7 +14,7 @@ from pfedla.algorithms.local import Local
 from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
 from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
-from pfedla.models import task_of
+from pfedla.tasks import task_of
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 TRAINING = LocalTraining(0.1, 2, 5)

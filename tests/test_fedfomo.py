@@ -17,8 +17,8 @@ from pfedla.communication import payload_bytes
 from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload, ServerState
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.models import task_of
 from pfedla.rounds import everyone
+from pfedla.tasks import task_of
 from pfedla.tree import stack
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])

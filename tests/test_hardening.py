@@ -40,11 +40,12 @@ from pfedla.engines import ENGINES
 from pfedla.errors import PfedlaError, shown
 from pfedla.experiment import Experiment, build, read_toml, with_setting
 from pfedla.files import read_json, read_tensors, safe_name
-from pfedla.models import MODELS, build_model, outline, task_of
+from pfedla.models import MODELS, build_model, outline
 from pfedla.personal import FederationFile, evaluate_personal, load_personal
 from pfedla.report.tables import Row, failures_lines, result_table, traffic_line, warnings
 from pfedla.result_file import read_result, round_of
 from pfedla.results import run
+from pfedla.tasks import task_of
 
 GIBIBYTE = 2**30
 DIGITS = datasets.load("digits")

@@ -10,8 +10,8 @@ from torch import nn
 from pfedla.algorithms import ALGORITHMS
 from pfedla.data.federation import Examples, Federation
 from pfedla.errors import PfedlaError
-from pfedla.models import task_of
 from pfedla.simulation import simulate
+from pfedla.tasks import task_of
 from pfedla.training import evaluate
 
 # Methods with rates of their own beside the common one: as large for so small a net, and large enough to explode.

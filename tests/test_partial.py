@@ -15,8 +15,9 @@ from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.errors import NotApplicableError, PfedlaError
-from pfedla.models import PaperCNN, task_of
+from pfedla.models import PaperCNN
 from pfedla.rounds import everyone
+from pfedla.tasks import task_of
 from pfedla.training import batch_bounds
 
 COHORT = Cohort(1, 0, torch.arange(2), torch.tensor([1, 3]))

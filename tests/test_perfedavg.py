@@ -13,8 +13,8 @@ from pfedla.algorithms.perfedavg import PerFedAvg
 from pfedla.contracts import Cohort, LocalData, LocalTraining, Params, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.models import ClassificationTask, task_of
 from pfedla.rounds import everyone
+from pfedla.tasks import ClassificationTask, task_of
 from pfedla.training import batch_bounds
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])

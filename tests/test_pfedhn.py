@@ -13,7 +13,7 @@ from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.communication import payload_bytes
 from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload, ServerState
 from pfedla.data.federation import Federation
-from pfedla.models import task_of
+from pfedla.tasks import task_of
 from pfedla.tree import stack, take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])

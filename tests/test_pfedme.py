@@ -11,8 +11,8 @@ from pfedla.contracts import Cohort, LocalData, LocalTraining, Params, Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
-from pfedla.models import ClassificationTask, task_of
 from pfedla.rounds import everyone
+from pfedla.tasks import ClassificationTask, task_of
 from pfedla.training import batch_bounds
 from pfedla.tree import take
 

@@ -10,8 +10,8 @@ from torch import nn
 from pfedla.algorithms import create
 from pfedla.contracts import Cohort, LocalTraining, Payload
 from pfedla.engines import create_engine
-from pfedla.models import task_of
 from pfedla.rounds import everyone
+from pfedla.tasks import task_of
 
 TWO_LAYERS = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1))
 

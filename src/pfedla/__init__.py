@@ -15,7 +15,7 @@ _HOME = {
     "mix": "pfedla.layers",
     "LayerWeightHypernetwork": "pfedla.hypernetworks",
     "layer_gradient": "pfedla.hypernetworks",
-    "task_of": "pfedla.models",
+    "task_of": "pfedla.tasks",
     "simulate": "pfedla.simulation",
     "Simulation": "pfedla.simulation",
     "Experiment": "pfedla.experiment",
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from pfedla.faults import Faults
     from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
     from pfedla.layers import Layers, mix
-    from pfedla.models import task_of
     from pfedla.results import run
     from pfedla.simulation import Simulation, simulate
+    from pfedla.tasks import task_of
 
 
 def __getattr__(name: str) -> Any:

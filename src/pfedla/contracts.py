@@ -7,6 +7,7 @@ values (server, clients) is a checkpoint.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -113,12 +114,27 @@ class Task(Protocol):
     @property
     def module(self) -> nn.Module: ...
     def to(self, device: torch.device) -> "Task": ...
+    def direct(self, shape: tuple[int, ...]) -> "Task":
+        """The same task for one client at a time, faster; it need not run under torch.func.vmap. `shape` is of one example."""
+        ...
+
     def initial(self) -> Params:
         """The common initialisation (a copy)."""
         ...
 
     def loss(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
         """Training loss, and the statistics after this batch; the inputs are left alone."""
+        ...
+
+    def gradient(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
+    ) -> tuple[Params, Tensor, Params]:
+        """The loss's gradient by the parameters (or by some), the loss, and the statistics after this batch."""
+        ...
+
+    def descended(self, parameters: Params, gradients: Params, lr: float) -> Params: ...
+    def laid_out(self, value: Tensor) -> Tensor:
+        """Images or weights as the model likes them in memory."""
         ...
 
     def logits(self, tensors: Params, x: Tensor) -> Tensor: ...

@@ -20,9 +20,10 @@ from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, check_affordable, shown, unknown
 from pfedla.faults import Attack, Faults
 from pfedla.files import check_size
-from pfedla.models import MODELS, build_model, model_for, task_of
+from pfedla.models import MODELS, build_model, model_for
 from pfedla.seeds import generator
 from pfedla.simulation import Settings
+from pfedla.tasks import task_of
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]

@@ -1,18 +1,13 @@
-"""The paper's CNN, a small one for tiny images, an MLP for feature vectors; and `task_of`, which takes any nn.Module."""
+"""The paper's CNN, a small one for tiny images, an MLP for feature vectors."""
 
-import copy
 import math
-import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pfedla.errors import PfedlaError, unknown
-from pfedla.layers import Layers
-from pfedla.tree import Params
 
 Shape = tuple[int, ...]  # of one example: (channels, height, width) or (features,)
 LARGEST_MODEL = 2**28  # parameters: 1 GiB
@@ -121,87 +116,3 @@ def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Gene
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator.initial_seed())
         return MODELS[name](shape, num_classes)
-
-
-def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
-    """A copy of `module` with these parameters and statistics, ready for use (eval mode)."""
-    module = copy.deepcopy(module)
-    # Not strict: a tied weight has two names in a state_dict and one here.
-    module.load_state_dict(tensors, strict=False)
-    return module.eval()
-
-
-class ClassificationTask:
-    """An nn.Module that maps a batch to logits, with cross-entropy."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(module)
-        self._layers = Layers.of(self._module)
-        self._copies = threading.local()
-
-    @property
-    def layers(self) -> Layers:
-        return self._layers
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    def to(self, device: torch.device) -> "ClassificationTask":
-        return ClassificationTask(copy.deepcopy(self._module).to(device))
-
-    def initial(self) -> Params:
-        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return {name: value.detach().clone() for name, value in tensors}
-
-    def _own_copy(self, mode: str) -> nn.Module:
-        # functional_call swaps the tensors inside the module while it runs: every thread needs a module of its own.
-        if not hasattr(self._copies, mode):
-            module = copy.deepcopy(self._module).train(mode != "eval")
-            if mode == "recalibrate":
-                for part in module.modules():
-                    if isinstance(part, nn.modules.batchnorm._NormBase):
-                        part.momentum = 1.0  # the statistics become those of the one batch they see
-            setattr(self._copies, mode, module)
-        return getattr(self._copies, mode)  # type: ignore[no-any-return]
-
-    def check(self, x: Tensor, num_classes: int) -> None:
-        """Try the model on a batch in training mode and refuse what could not be trained or repeated."""
-        before = torch.random.get_rng_state()
-        try:
-            with torch.no_grad():
-                logits = functional_call(self._own_copy("train"), self.initial(), (x,))
-        except Exception as error:  # whatever the user's module raises
-            reason = str(error).splitlines()[0]
-            raise PfedlaError(f"the model cannot train on a batch of shape {tuple(x.shape)}: {reason}") from error
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape != (len(x), max(num_classes, logits.shape[1])):
-            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise PfedlaError(f"the model should give a logit for each of the {num_classes} classes, it gives {shape}")
-        if not torch.equal(before, torch.random.get_rng_state()):
-            torch.random.set_rng_state(before)
-            raise PfedlaError(
-                "the model draws random numbers while it trains (dropout?): they come from a stream shared by all clients, "
-                "so no run could be repeated; switch them off"
-            )
-
-    def loss(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-        statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
-        logits = functional_call(self._own_copy("train"), {**parameters, **statistics}, (x,))
-        return F.cross_entropy(logits, y), statistics
-
-    def logits(self, tensors: Params, x: Tensor) -> Tensor:
-        return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
-
-    def recalibrated(self, tensors: Params, x: Tensor) -> Params:
-        fresh = {**tensors, **{name: tensors[name].clone() for name in self._layers.statistics}}
-        functional_call(self._own_copy("recalibrate"), fresh, (x,))
-        return fresh
-
-
-def task_of(module: nn.Module) -> ClassificationTask:
-    """Any classifier as a task: takes a batch, returns logits; its present weights are the common initialisation."""
-    if not isinstance(module, nn.Module):
-        raise PfedlaError(f"the model should be an nn.Module (an instance), it is {module!r}")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise PfedlaError("the model has no trainable parameter")
-    return ClassificationTask(module)

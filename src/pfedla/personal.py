@@ -15,8 +15,9 @@ from pfedla.data.own import load_npz
 from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import Experiment, build_federation, read_toml
 from pfedla.files import read_json, read_tensors
-from pfedla.models import build_model, load_tensors, outline, task_of
+from pfedla.models import build_model, outline
 from pfedla.run_folder import new_folder
+from pfedla.tasks import load_tensors, task_of
 from pfedla.training import evaluate
 
 # FailFast: without it, a strange file of a few MB could be answered by GBs of error messages.

@@ -19,8 +19,8 @@ from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.errors import GaveUpError, PfedlaError, Stopped, unknown
 from pfedla.faults import Faults
-from pfedla.models import load_tensors, task_of
 from pfedla.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds
+from pfedla.tasks import load_tensors, task_of
 from pfedla.training import batch_bounds
 from pfedla.uploads import NO_ANSWER, count_failures
 

@@ -5,7 +5,6 @@ from collections.abc import Container, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad_and_value
 
 from pfedla.augmentation import cropped
 from pfedla.contracts import LocalData, LocalTraining, Task
@@ -47,24 +46,19 @@ def sgd(
     `only` names the parameters that move; `keep_statistics` leaves BatchNorm's running statistics as they are; `pull` adds
     pull/2 |parameters - towards|² to the objective.
     """
+    tensors = {name: task.laid_out(value) for name, value in tensors.items()}
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
-    fixed = {name: value for name, value in parameters.items() if name not in moving}
-
-    def objective(moving: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-        return task.loss({**fixed, **moving}, statistics, x, y)
-
-    gradient = grad_and_value(objective, has_aux=True)
     losses = []
     for x, y in batches(data, training, epochs):
-        gradients, (loss, updated) = gradient(moving, statistics, x, y)
+        gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
         statistics = statistics if keep_statistics else updated
         if towards is not None:
             gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
-        moving = {name: torch.add(value, gradients[name], alpha=-training.lr) for name, value in moving.items()}
+        moving = task.descended(moving, gradients, training.lr)
         losses.append(loss)
     mean = torch.stack(losses).mean() if losses else data.x.new_zeros(())
-    return {**{name: moving.get(name, value) for name, value in parameters.items()}, **statistics}, mean
+    return {name: value.contiguous() for name, value in {**parameters, **moving, **statistics}.items()}, mean
 
 
 def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

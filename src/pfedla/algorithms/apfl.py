@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.func import grad_and_value
 
 from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
@@ -66,10 +65,10 @@ class APFL(SendsParameters):
         own_statistics, statistics = layers.only_statistics(self._own(client)), layers.only_statistics(client)
         share = client[MIXING]
         losses: list[Tensor] = []
-        gradient = grad_and_value(self.task.loss, has_aux=True)
+        gradient = self.task.gradient
         for x, y in batches(data, self.training, None if self.joint_epochs == "auto" else range(self.joint_epochs)):
-            at_shared, (_, statistics) = gradient(shared, statistics, x, y)
-            at_mixed, (loss, own_statistics) = gradient(self._mix(share, own, shared), own_statistics, x, y)
+            at_shared, _, statistics = gradient(shared, statistics, x, y)
+            at_mixed, loss, own_statistics = gradient(self._mix(share, own, shared), own_statistics, x, y)
             next_share = share
             if self.adaptive and not losses:  # once a round, at its first batch, where w_i is still the global model
                 slope = torch.stack([((own[name] - shared[name]) * value).sum() for name, value in at_mixed.items()]).sum()

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value
 
 from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import SendsParameters
@@ -44,36 +43,36 @@ class PerFedAvg(SendsParameters):
 
     def _adapted(self, parameters: Params, statistics: Params, batch: Batch) -> Params:
         """w − α ∇f(w; batch); the statistics are left as they are."""
-        gradients, _ = grad(self.task.loss, has_aux=True)(parameters, statistics, *batch)
-        return {name: torch.add(value, gradients[name], alpha=-self.inner_lr) for name, value in parameters.items()}
+        gradients, _, _ = self.task.gradient(parameters, statistics, *batch)
+        return self.task.descended(parameters, gradients, self.inner_lr)
 
     def _curvature(self, parameters: Params, statistics: Params, direction: Params, batch: Batch) -> Params:
         """∇²f(w; batch) g for g = `direction`, by central differences around w."""
-        gradient = grad(self.task.loss, has_aux=True)
         norm = torch.stack([value.square().sum() for value in direction.values()]).sum().sqrt()
         # Departs from the paper: it moves w by δg, which for a large g is far away (and then NaN); here by δ at most.
         step = self.delta / norm.clamp(min=1)
         ahead, behind = (
-            gradient({n: value + sign * step * direction[n] for n, value in parameters.items()}, statistics, *batch)[0]
+            self.task.gradient({n: value + sign * step * direction[n] for n, value in parameters.items()}, statistics, *batch)[
+                0
+            ]
             for sign in (1, -1)
         )
         return {name: (value - behind[name]) / (2 * step) for name, value in ahead.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         beta = self.training.lr if self.beta == "auto" else self.beta
-        meta_gradient = grad_and_value(self.task.loss, has_aux=True)
         parameters, statistics = download.tensors, client
         losses = []
         for outer, inner, curved in self._triples(data):
             adapted = self._adapted(parameters, statistics, inner)
             # The statistics follow this evaluation only: it is of the kind of model that is deployed, once a step.
-            gradients, (loss, updated) = meta_gradient(adapted, statistics, *outer)
+            gradients, loss, updated = self.task.gradient(adapted, statistics, *outer)
             step = gradients
             if self.hessian_free:
                 curvature = self._curvature(parameters, statistics, gradients, curved)
                 step = {name: torch.add(value, curvature[name], alpha=-self.inner_lr) for name, value in gradients.items()}
             # From w, not from the adapted model.
-            parameters = {name: torch.add(value, step[name], alpha=-beta) for name, value in parameters.items()}
+            parameters = self.task.descended(parameters, step, beta)
             statistics = updated
             losses.append(loss)
         model = self.personalize(statistics, Payload(parameters, download.sent), data)

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import ClassVar
 
 import torch
-from torch.func import grad_and_value
 
 from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
@@ -62,7 +61,6 @@ class PFedMe(SendsParameters):
         return {**theta, **self.task.layers.only_statistics(initial), HAS_TRAINED: flag}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        gradient = grad_and_value(self.task.loss, has_aux=True)
         # Departs from the paper: all its R mini-batches take K steps each; here only every K-th of the common budget does.
         stride = self.inner_steps if self.equal_budget else 1
         local, statistics = download.tensors, self.task.layers.only_statistics(client)
@@ -70,7 +68,7 @@ class PFedMe(SendsParameters):
         losses = []
         for x, y in islice(batches(data, self.training), 0, None, stride):
             for _ in range(self.inner_steps):
-                gradients, (loss, statistics) = gradient(theta, statistics, x, y)
+                gradients, loss, statistics = self.task.gradient(theta, statistics, x, y)
                 theta = {
                     name: value - self.personal_lr * (gradients[name] + self.penalty * (value - local[name]))
                     for name, value in theta.items()

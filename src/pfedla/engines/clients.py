@@ -23,8 +23,10 @@ from pfedla.contracts import (
     Params,
     Payload,
     Recalibrate,
+    Task,
 )
 from pfedla.data.federation import Examples, Federation
+from pfedla.engines.allocator import keep_freed_memory
 from pfedla.errors import PfedlaError, Stopped
 from pfedla.faults import Faults
 from pfedla.seeds import generator
@@ -51,7 +53,7 @@ class SimulatedClients(ABC):
         recalibrate: Recalibrate = "unsampled", faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.device = usable_device(device)
-        self.algorithm = dataclasses.replace(algorithm, task=algorithm.task.to(self.device))
+        self.algorithm = dataclasses.replace(algorithm, task=self._task(algorithm.task.to(self.device), federation))
         self.federation = federation
         self.threads = threads or os.cpu_count() or 1
         self.recalibrate = recalibrate
@@ -61,6 +63,9 @@ class SimulatedClients(ABC):
         self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
         self._trained = torch.zeros(len(federation), dtype=torch.bool)
         self._pending: dict[int, ClientState] = {}
+
+    def _task(self, task: Task, federation: Federation) -> Task:
+        return task
 
     @abstractmethod
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
@@ -146,6 +151,7 @@ class SimulatedClients(ABC):
         # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is cut up.
         self._outer_threads = torch.get_num_threads()
         torch.set_num_threads(1)
+        keep_freed_memory()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -186,7 +192,7 @@ class SimulatedClients(ABC):
         return self._inputs(examples.x), examples.y.to(self.device)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        return self.federation.normalised(x.to(self.device))
+        return self.algorithm.task.laid_out(self.federation.normalised(x.to(self.device)))
 
     def _personal(self, cohort: Cohort, client: int, download: Payload) -> Params:
         """The personal model; a client that never trained has no statistics of its own, they are estimated on a copy."""
