@@ -16,6 +16,7 @@ from pfedla.cli_options import (
     BatchSize,
     CheckpointRounds,
     Clients,
+    Compile,
     Dataset,
     Device,
     Engine,
@@ -57,7 +58,8 @@ def run(
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None,
     seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
-    engine: Engine = None, threads: Threads = None, device: Device = None, out: Out = None, resume: Resume = False,
+    engine: Engine = None, threads: Threads = None, device: Device = None, compile: Compile = None,
+    out: Out = None, resume: Resume = False,
     checkpoint_rounds: CheckpointRounds = None, setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train one algorithm on a federation; leaves a run folder with numbers, personal models and pictures.
@@ -110,7 +112,8 @@ def compare(
     dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None, engine: Engine = None, threads: Threads = None,
-    device: Device = None, out: Out = None, resume: Resume = False, checkpoint_rounds: CheckpointRounds = None,
+    device: Device = None, compile: Compile = None, out: Out = None, resume: Resume = False,
+    checkpoint_rounds: CheckpointRounds = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."),

@@ -39,11 +39,17 @@ Augment = Annotated[
     typer.Option("--augment/--no-augment", help="Random crop and flip of the training images, for photographs (default: no)."),
 ]
 Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp (default: by the data's shape).")]
-Engine = Annotated[str | None, typer.Option(help="threaded, or vectorized (vmap: GPUs and small nets) (default: threaded).")]
+Engine = Annotated[
+    str | None,
+    typer.Option(help="threaded, vectorized (vmap: GPUs and small nets), or auto: by device and model (default: auto)."),
+]
 Threads = Annotated[
     int | None, typer.Option(help="Clients trained at once (threaded); does not change the results (default: one per core).")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
+Compile = Annotated[
+    str | None, typer.Option(help="Compile the training step (threaded): on, off, or auto: where it pays (default: auto).")
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
 Resume = Annotated[
     bool,

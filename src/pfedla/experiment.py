@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from pfedla import algorithms
 from pfedla.contracts import Algorithm, LocalTraining, Recalibrate
@@ -16,6 +17,7 @@ from pfedla.data.federation import Federation, partitioned
 from pfedla.data.own import Dataset
 from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Recipe, recipe_of
 from pfedla.engines import ENGINES
+from pfedla.engines.choice import AUTO, Compile, chosen_compile, chosen_engine
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, check_affordable, shown, unknown
 from pfedla.faults import Attack, Faults
@@ -25,7 +27,6 @@ from pfedla.seeds import generator
 from pfedla.simulation import Settings
 from pfedla.tasks import task_of
 
-AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 DATASET_KEYS = {"dataset", "classes_limit"}  # of [data]; the other keys say how the data are cut
@@ -70,9 +71,10 @@ class TrainingSection(_Section):
 class EngineSection(_Section):
     """[engine]: where the clients run; the results do not depend on the number of threads."""
 
-    name: str = "threaded"
+    name: str = AUTO  # auto: vectorized on a GPU and for small networks without convolutions, else threaded
     threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one per core
     device: str = "cpu"
+    compile: Compile = AUTO  # the training step, by torch and a C++ compiler; auto: where it was measured to pay
 
 
 class UploadsSection(_Section):
@@ -160,7 +162,8 @@ class Experiment(_Section):
         bound = self.uploads.norm_bound
         return Settings(
             rounds=self.rounds, participation=self.participation, seed=self.seed, engine=self.engine.name,
-            threads=self.engine.threads, device=self.engine.device, evaluate_every=self.evaluate_every,
+            threads=self.engine.threads, device=self.engine.device, compile=self.engine.compile == "on",
+            evaluate_every=self.evaluate_every,
             recalibrate=self.recalibrate, norm_bound=None if bound == "off" else bound,
             max_failed_rounds=self.uploads.max_failed_rounds, faults=self.faults.faults(),
         )  # fmt: skip
@@ -226,13 +229,14 @@ class Built(NamedTuple):
     experiment: Experiment
     federation: Federation
     algorithm: Algorithm
+    note: str = ""  # what a person should know about what was decided
 
 
 def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
     options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
-    if experiment.engine.name not in ENGINES:
-        raise unknown("engine", experiment.engine.name, ENGINES)
+    if experiment.engine.name not in (AUTO, *ENGINES):
+        raise unknown("engine", experiment.engine.name, [AUTO, *ENGINES])
     usable_device(experiment.engine.device)
     if experiment.model not in (AUTO, *MODELS):
         raise unknown("model", experiment.model, [AUTO, *MODELS])
@@ -251,8 +255,17 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     method.check(len(federation))
     experiment.faults.faults().check(len(federation), training.local_epochs)
     section = AlgorithmSection(name=experiment.algorithm.name, **options)
-    resolved = experiment.model_copy(update={"data": data, "model": name, "training": training, "algorithm": section})
-    return Built(resolved, federation, method)
+    engine, note = _chosen_engine(experiment.engine, module, name)
+    resolved = experiment.model_copy(
+        update={"data": data, "model": name, "training": training, "algorithm": section, "engine": engine}
+    )
+    return Built(resolved, federation, method, note)
+
+
+def _chosen_engine(section: EngineSection, module: nn.Module, model: str) -> tuple[EngineSection, str]:
+    name = chosen_engine(section.name, section.device, module)
+    compile, note = chosen_compile(section.compile, name, section.device, model)
+    return section.model_copy(update={"name": name, "compile": compile}), note
 
 
 def build_federation(data: DataSection, seed: int, dataset: Dataset | None = None) -> tuple[DataSection, Federation]:

@@ -11,7 +11,8 @@ PLACES = {
     "local_epochs": ("training", "local_epochs"), "lr": ("training", "lr"), "batch_size": ("training", "batch_size"),
     "augment": ("training", "augment"),
     "model": ("model",), "seed": ("seed",), "engine": ("engine", "name"), "threads": ("engine", "threads"),
-    "device": ("engine", "device"), "checkpoint_rounds": ("checkpoint", "rounds"), "algorithm": ("algorithm", "name"),
+    "device": ("engine", "device"), "compile": ("engine", "compile"),
+    "checkpoint_rounds": ("checkpoint", "rounds"), "algorithm": ("algorithm", "name"),
 }  # fmt: skip
 
 

@@ -192,6 +192,8 @@ def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None)
         reporter.on_round(played)
 
     folder.say, folder.on_restored = reporter.say, restored
+    if built.note:
+        reporter.say(built.note)
     with folder, disk_named(folder):
         if (result := folder.begin(experiment)) is not None:
             reporter.skip(experiment.rounds)

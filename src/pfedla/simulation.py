@@ -17,6 +17,7 @@ from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
+from pfedla.engines.choice import Compile, chosen_compile, chosen_engine
 from pfedla.errors import GaveUpError, PfedlaError, Stopped, unknown
 from pfedla.faults import Faults
 from pfedla.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds
@@ -82,6 +83,7 @@ class Settings:
     engine: str = "threaded"
     threads: int = 0
     device: str = "cpu"
+    compile: bool = False
     evaluate_every: int = 1
     recalibrate: Recalibrate = "unsampled"
     norm_bound: float | None = None
@@ -118,9 +120,10 @@ def simulate(
     augment: bool = False,
     participation: float = 1.0,
     seed: int = 0,
-    engine: str = "threaded",
+    engine: str = "auto",
     threads: int = 0,
     device: str = "cpu",
+    compile: Compile = "auto",
     evaluate_every: int = 1,
     recalibrate: Recalibrate = "unsampled",
     norm_bound: float | None = None,
@@ -135,8 +138,8 @@ def simulate(
     `model` maps a batch to logits; its present weights are everyone's start. `options` are the algorithm's own
     (`retained_layers`, `neighbours`, …). `augment` crops and flips the training images at random. `norm_bound` refuses
     updates longer than so many medians of the round's; after `max_failed_rounds` rounds in a row of which nothing could be
-    used, the run stops. `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows how
-    far it is; left out, it does so on a terminal.
+    used, the run stops. `engine` and `compile` are chosen by the device and the model unless given. `faults` makes clients
+    fail on purpose. `on_round` is called after every round. `progress` shows how far it is; left out, it does so on a terminal.
     """
     for name, value, least in (
         ("rounds", rounds, 1), ("local_epochs", local_epochs, 1), ("batch_size", batch_size, 1),
@@ -144,8 +147,9 @@ def simulate(
     ):  # fmt: skip
         if value < least:
             raise PfedlaError(f"{name} = {value} is not possible: it should be at least {least}")
-    if recalibrate not in get_args(Recalibrate):
-        raise unknown("recalibrate", recalibrate, get_args(Recalibrate))
+    for key, word, words in (("recalibrate", recalibrate, Recalibrate), ("compile", compile, Compile)):
+        if word not in get_args(words):
+            raise unknown(key, word, get_args(words))
     if not 0 < lr < math.inf or not 0 < participation <= 1:
         raise PfedlaError(
             f"lr = {lr}, participation = {participation}: lr must be above 0, participation above 0 and at most 1"
@@ -166,9 +170,13 @@ def simulate(
         sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
         task.check(federation.normalised(federation.train[0].x[: min(sizes)]), len(federation.classes))
         method = create(algorithm, task, LocalTraining(lr, local_epochs, batch_size, augment), options)
+        name = chosen_engine(engine, device, model)
+        compiled, note = chosen_compile(compile, name, device)
+        if note:
+            reporter.say(note)
         settings = Settings(
-            rounds, participation, seed, engine, threads, device, evaluate_every, recalibrate, norm_bound, max_failed_rounds,
-            faults or Faults(),
+            rounds, participation, seed, name, threads, device, compiled == "on", evaluate_every, recalibrate, norm_bound,
+            max_failed_rounds, faults or Faults(),
         )  # fmt: skip
         return simulate_method(federation, method, settings, on_round=after_round)
 
@@ -184,7 +192,8 @@ def simulate_method(
     interval = snapshot_interval(rounds, num_clients, len(method.task.layers))
     clients = create_engine(
         settings.engine, method, federation, device=settings.device, threads=settings.threads,
-        recalibrate=settings.recalibrate, faults=settings.faults, stopping=keeper.stopping if keeper else lambda: False,
+        recalibrate=settings.recalibrate, compile=settings.compile, faults=settings.faults,
+        stopping=keeper.stopping if keeper else lambda: False,
     )  # fmt: skip
     with clients:
         progress = Progress(method.init_server(num_clients, seed), torch.full((num_clients,), torch.nan, dtype=torch.float64))

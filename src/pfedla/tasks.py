@@ -1,18 +1,21 @@
 """A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
 
 `ClassificationTask` runs under torch.func.vmap. `DirectTask` does the same for one client at a time, faster: plain autograd
-on a module whose tensors are put in place, images and convolutions channels last.
+on a module whose tensors are put in place, images and convolutions channels last. `CompiledTask` has torch compile the step.
 """
 
 import copy
 import threading
 from collections.abc import Container
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from pfedla.contracts import LocalTraining
 from pfedla.errors import PfedlaError
 from pfedla.layers import Layers
 from pfedla.tree import Params
@@ -46,10 +49,15 @@ class ClassificationTask:
         return ClassificationTask(copy.deepcopy(self._module).to(device))
 
     def direct(self, shape: tuple[int, ...]) -> "DirectTask":
-        return DirectTask(self._module, channels_last=len(shape) == 3 and self._takes_channels_last(shape))
+        return DirectTask(self._module, self._takes_channels_last(shape))
+
+    def compiled(self, shape: tuple[int, ...], training: LocalTraining) -> "CompiledTask":
+        return CompiledTask(self, shape, training)
 
     def _takes_channels_last(self, shape: tuple[int, ...]) -> bool:
         """Whether the model can be fed so: one that calls `view` on its feature maps cannot."""
+        if len(shape) != 3:
+            return False
         device = next(self._module.parameters()).device
         try:
             with torch.no_grad():
@@ -99,9 +107,7 @@ class ClassificationTask:
         return value
 
     def loss(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-        statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
-        logits = functional_call(self._own_copy("train"), {**parameters, **statistics}, (x,))
-        return F.cross_entropy(logits, y), statistics
+        return loss_of(self._own_copy("train"), parameters, statistics, x, y)
 
     def gradient(
         self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
@@ -116,6 +122,10 @@ class ClassificationTask:
 
     def descended(self, parameters: Params, gradients: Params, lr: float) -> Params:
         return {name: torch.add(value, gradients[name], alpha=-lr) for name, value in parameters.items()}
+
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> tuple[Params, Tensor, Params]:
+        gradients, loss, statistics = self.gradient(parameters, statistics, x, y)
+        return self.descended(parameters, gradients, lr), loss, statistics
 
     def logits(self, tensors: Params, x: Tensor) -> Tensor:
         return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
@@ -162,6 +172,59 @@ class DirectTask(ClassificationTask):
                 (holder, key, names[id(value)]) for holder in holders for key, value in holder.items() if value is not None
             ]
         return self._copies.slots  # type: ignore[no-any-return]
+
+
+class CompiledTask(DirectTask):
+    """The whole step of a full batch (forward, backward, update) as one compiled function; other batches go uncompiled.
+
+    So there is one thing to compile whatever the clients' sizes; torch keeps its compiled code on disk for the next process.
+    Traced and compiled here and now, without torch.compile's look at every call: that costs more than a twentieth of a small
+    network's step, and two threads in it at once came to wrong numbers.
+    """
+
+    def __init__(self, task: ClassificationTask, shape: tuple[int, ...], training: LocalTraining) -> None:
+        from torch import _inductor  # seconds to import
+
+        super().__init__(task.module, task._takes_channels_last(shape))
+        self._training = training
+        initial = {name: self.laid_out(value) for name, value in self.initial().items()}
+        parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
+        count, module = len(parameters), task._own_copy("train")
+        gradient = grad_and_value(loss_of, argnums=1, has_aux=True)
+
+        def whole_step(x: Tensor, y: Tensor, *flat: Tensor) -> list[Tensor]:
+            given = dict(zip(parameters, flat[:count], strict=True)), dict(zip(statistics, flat[count:], strict=True))
+            gradients, (loss, updated) = gradient(module, *given, x, y)
+            # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and forgets the rate.
+            moved = (value - training.lr * gradients[name] for name, value in given[0].items())
+            return [loss, *moved, *updated.values()]
+
+        x = self.laid_out(torch.zeros(training.batch_size, *shape))
+        y = torch.zeros(training.batch_size, dtype=torch.int64)
+        tensors: list[Any] = [x, y, *parameters.values(), *statistics.values()]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as it will be called: the compiled code is for one number of threads
+        try:
+            self._compiled = _inductor.compile(make_fx(whole_step)(*tensors), tensors)
+        except Exception as error:  # the tracer's and the compiler's own kinds
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise PfedlaError(f"the model's training step cannot be compiled ({reason}); use --compile off") from error
+        finally:
+            torch.set_num_threads(threads)
+
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> tuple[Params, Tensor, Params]:
+        if len(y) != self._training.batch_size or lr != self._training.lr:
+            return super().step(parameters, statistics, x, y, lr)
+        tensors = [self.laid_out(value) for value in (x, y, *parameters.values(), *statistics.values())]
+        loss, *updated = self._compiled(*tensors)
+        count = len(parameters)
+        moved, after = zip(parameters, updated[:count], strict=True), zip(statistics, updated[count:], strict=True)
+        return dict(moved), loss, dict(after)
+
+
+def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
+    statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
+    return F.cross_entropy(functional_call(module, {**parameters, **statistics}, (x,)), y), statistics
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -49,8 +49,13 @@ def sgd(
     tensors = {name: task.laid_out(value) for name, value in tensors.items()}
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
+    plain = only is None and towards is None and not keep_statistics
     losses = []
     for x, y in batches(data, training, epochs):
+        if plain:
+            moving, loss, statistics = task.step(moving, statistics, x, y, training.lr)
+            losses.append(loss)
+            continue
         gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
         statistics = statistics if keep_statistics else updated
         if towards is not None:

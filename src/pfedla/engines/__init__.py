@@ -15,10 +15,11 @@ ENGINES: dict[str, type[SimulatedClients]] = {"threaded": ThreadedEngine, "vecto
 
 def create_engine(
     name: str, algorithm: Algorithm, federation: Federation, *, device: str, threads: int, recalibrate: Recalibrate,
-    faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
+    compile: bool = False, faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
 ) -> SimulatedClients:  # fmt: skip
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     return ENGINES[name](
-        algorithm, federation, device=device, threads=threads, recalibrate=recalibrate, faults=faults, stopping=stopping
-    )
+        algorithm, federation, device=device, threads=threads, recalibrate=recalibrate, compile=compile, faults=faults,
+        stopping=stopping,
+    )  # fmt: skip

@@ -50,10 +50,12 @@ class SimulatedClients(ABC):
 
     def __init__(
         self, algorithm: Algorithm, federation: Federation, *, device: str = "cpu", threads: int = 0,
-        recalibrate: Recalibrate = "unsampled", faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
+        recalibrate: Recalibrate = "unsampled", compile: bool = False, faults: Faults = NO_FAULTS,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.device = usable_device(device)
-        self.algorithm = dataclasses.replace(algorithm, task=self._task(algorithm.task.to(self.device), federation))
+        self.compile = compile
+        self.algorithm = dataclasses.replace(algorithm, task=self._task(algorithm, federation.shape))
         self.federation = federation
         self.threads = threads or os.cpu_count() or 1
         self.recalibrate = recalibrate
@@ -64,8 +66,9 @@ class SimulatedClients(ABC):
         self._trained = torch.zeros(len(federation), dtype=torch.bool)
         self._pending: dict[int, ClientState] = {}
 
-    def _task(self, task: Task, federation: Federation) -> Task:
-        return task
+    def _task(self, algorithm: Algorithm, shape: tuple[int, ...]) -> Task:
+        """The algorithm's task in the form that this engine runs."""
+        return algorithm.task.to(self.device)
 
     @abstractmethod
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from pfedla.contracts import Cohort, LocalResult, Params, Payload, Task
-from pfedla.data.federation import Federation
+from pfedla.contracts import Algorithm, Cohort, LocalResult, Params, Payload, Task
 from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, Test, attempt, own_row
 from pfedla.errors import Stopped
 from pfedla.training import evaluate
@@ -20,8 +19,9 @@ R = TypeVar("R")
 class ThreadedEngine(SimulatedClients):
     _pool: ThreadPoolExecutor | None = None
 
-    def _task(self, task: Task, federation: Federation) -> Task:
-        return task.direct(federation.shape)
+    def _task(self, algorithm: Algorithm, shape: tuple[int, ...]) -> Task:
+        task = super()._task(algorithm, shape)
+        return task.compiled(shape, algorithm.training) if self.compile else task.direct(shape)
 
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
         def one(row: int, client: int) -> tuple[LocalResult, Test]:

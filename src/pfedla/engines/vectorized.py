@@ -1,22 +1,50 @@
 """All clients of one size as one stacked tensor (torch.func.vmap): for GPUs and small nets."""
 
+import copy
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.func import vmap
 
 from pfedla.contracts import Cohort, LocalData, LocalResult, Params, Payload
 from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, Test, attempt, own_row
 from pfedla.errors import Stopped
-from pfedla.training import evaluate
+from pfedla.training import EVALUATION_BATCH, evaluate
 from pfedla.tree import stack, take
 
 R = TypeVar("R")
+MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, as far as it can be told beforehand
+MODEL_COPIES = 6  # parameters before and after, gradients, states, uploads
+ACTIVATION_COPIES = 4  # every module's output, what follows it without being a module, and the gradients of both
 
 
 class VectorizedEngine(SimulatedClients):
+    @cached_property
+    def _model_numbers(self) -> int:
+        return sum(value.numel() for value in self.algorithm.task.initial().values())
+
+    @cached_property
+    def _step_numbers(self) -> int:
+        """What a step keeps for one example, about."""
+        outputs = 0
+
+        def count(module: nn.Module, given: object, output: object) -> None:
+            nonlocal outputs
+            if isinstance(output, Tensor) and not list(module.children()):
+                outputs += output.numel()
+
+        module = copy.deepcopy(self.algorithm.task.module)
+        for part in module.modules():
+            part.register_forward_hook(count)
+        with torch.no_grad():
+            module(torch.zeros(2, *self.federation.shape, device=self.device))
+        return ACTIVATION_COPIES * outputs // 2
+
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
         epochs = [self._epochs(cohort, client) for client in cohort.ids.tolist()]
         outcomes: dict[int, Outcome] = {}
@@ -68,12 +96,19 @@ class VectorizedEngine(SimulatedClients):
             raise together
         return {**culprits, **(group(innocent) if innocent else {})}
 
-    def _groups(self, cohort: Cohort, epochs: list[int]) -> Iterable[list[int]]:
-        """Rows of the clients that stack: equal training and test sizes, equally many epochs."""
+    def _groups(self, cohort: Cohort, epochs: list[int]) -> Iterator[list[int]]:
+        """Rows of the clients that stack: equal training and test sizes, equally many epochs; only as many as fit in memory."""
         groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for row, client in enumerate(cohort.ids.tolist()):
             groups[len(self.federation.train[client].y), len(self.federation.test[client].y), epochs[row]].append(row)
-        return groups.values()
+        for (train, test, _), rows in groups.items():
+            # Every epoch's order is gathered from the data while these are there too; a test batch may be the larger one.
+            batch = max(min(self.algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))
+            example = math.prod(self.federation.shape)
+            numbers = (2 * train + test) * example + MODEL_COPIES * self._model_numbers + batch * self._step_numbers
+            fit = max(1, MEMORY_BOUND // (4 * numbers))
+            chunks = -(-len(rows) // fit)
+            yield from (part.tolist() for part in torch.tensor(rows).tensor_split(chunks))
 
     def _test(self, models: Params, clients: Sequence[int]) -> list[Test]:
         x, y = map(torch.stack, zip(*(self._test_data(client) for client in clients), strict=True))
