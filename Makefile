@@ -25,5 +25,11 @@ test: check  ## what must pass before a change lands
 test-slow: install  ## the longer tests: real data, convergence
 	$(BIN)/pytest -m slow
 
-bench: install  ## seconds per round of both engines beside a textbook loop
+$(VENV)/bench-installed: $(VENV)/installed
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench]'
+	touch $@
+
+bench: $(VENV)/bench-installed  ## how fast: a round beside a textbook loop and Flower, a run by phase; best on an idle machine
 	$(BIN)/python benchmarks/bench_round.py
+	$(BIN)/python benchmarks/bench_phases.py
+	test ! -f benchmarks/bench_server.py || $(BIN)/python benchmarks/bench_server.py

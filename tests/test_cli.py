@@ -59,6 +59,8 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     assert result["accuracy_after_training"].keys() == result["accuracy"].keys()
     assert result["traffic"]["down_bytes"] == lines[-1]["down_bytes"]
     assert result["seconds"]["total"] == pytest.approx(2 * result["seconds"]["per_round"])
+    assert result["seconds"]["phases"].keys() == {"train", "server", "evaluate", "record", "checkpoint"}
+    assert result["seconds"]["total"] == pytest.approx(sum(result["seconds"]["phases"].values()))
     for key in ("algorithm", "dataset", "partition", "clients", "rounds", "seed"):
         assert key in result
     with safe_open(run / "alpha.safetensors", framework="pt") as file:

@@ -102,7 +102,7 @@ def result_of(built: Built, simulation: Simulation, honest: Tensor) -> dict[str,
         "refused_uploads": simulation.refused_uploads,
         "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
         "faults": experiment.faults.active(),
-        "seconds": {"total": total, "per_round": total / experiment.rounds},
+        "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},
     }
     if not honest.all():
         result["attackers"] = (~honest).nonzero().squeeze(1).tolist()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,13 +50,13 @@ def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
 
 @dataclass
 class Stopwatch:
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("train", "server", "evaluate"), 0.0))
+    seconds: dict[str, float]  # by phase; added to
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def run_rounds(
@@ -67,7 +67,7 @@ def run_rounds(
     traffic = traffic or Traffic()
     layers = algorithm.task.layers
     for number in rounds:
-        watch = Stopwatch()
+        watch = Stopwatch(dict.fromkeys(("train", "server", "evaluate"), 0.0))
         with watch.phase("server"):
             cohort = sample_cohort(num_examples, number, participation, seed)
             downloads = algorithm.download(server, cohort)

@@ -20,7 +20,7 @@ from pfedla.engines import create_engine
 from pfedla.engines.choice import Compile, chosen_compile, chosen_engine
 from pfedla.errors import GaveUpError, PfedlaError, Stopped, unknown
 from pfedla.faults import Faults
-from pfedla.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds
+from pfedla.rounds import Round, Stopwatch, evaluate_all, everyone, in_chunks, run_rounds
 from pfedla.tasks import load_tensors, task_of
 from pfedla.training import batch_bounds
 from pfedla.uploads import NO_ANSWER, count_failures
@@ -216,14 +216,17 @@ def simulate_method(
             ):  # fmt: skip
                 evaluation, traffic = played.evaluation, played.traffic
                 advance(progress, played, scheduled=played.round % settings.evaluate_every == 0)
-                if played.round % interval == 0 or played.round == rounds:
-                    snapshot(progress, method)
-                if on_round is not None:
-                    on_round(played)
+                watch = Stopwatch(progress.seconds)
+                with watch.phase("record"):
+                    if played.round % interval == 0 or played.round == rounds:
+                        snapshot(progress, method)
+                    if on_round is not None:
+                        on_round(played)
                 given_up = progress.failed_rounds >= settings.max_failed_rounds
                 if keeper is not None:
                     stopping = keeper.stopping()
-                    keeper.save_if_due(progress, clients.state, anyway=stopping or given_up or played.round == rounds)
+                    with watch.phase("checkpoint"):  # which holds the seconds of those before it
+                        keeper.save_if_due(progress, clients.state, anyway=stopping or given_up or played.round == rounds)
                     if stopping and played.round < rounds:
                         raise Stopped
                 if given_up:

@@ -1,0 +1,124 @@
+"""One contender in a process of its own: `python contenders.py NAME DATA WORK THREADS` (0: as many as it takes by itself).
+For every line on standard input it plays a round and answers with a line of JSON, its seconds among them."""
+
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fixed_work import CLASSES, TextbookCNN, Work, loaders, mean_of, read_federation, train_textbook
+from pfedla.algorithms.fedavg import FedAvg
+from pfedla.contracts import ClientState, LocalData, LocalResult, LocalTraining, Payload
+from pfedla.engines import create_engine
+from pfedla.models import build_model, model_for
+from pfedla.rounds import run_rounds
+from pfedla.tasks import task_of
+
+Play = Callable[[], Mapping[str, Any] | None]  # a round; what it returns is answered beside its seconds
+Serve = Callable[[Play], None]
+
+GEMM_SIZE, GEMM_PRODUCTS = 1024, 12
+
+
+class TwiceAsSlow(FedAvg):
+    """Trains everything twice: what the guard must notice."""
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        super().local_update(client, download, data)
+        return super().local_update(client, download, data)
+
+
+def textbook(data: Path, work: Work, threads: int, serve: Serve) -> None:
+    """What a tutorial writes: one client after another on all threads that torch takes, then the mean of the models."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = TextbookCNN(work.shape, work.batch_norm)
+    clients = loaders(data, work)
+
+    def play() -> None:
+        trained = []
+        for loader in clients:
+            local = copy.deepcopy(model)
+            train_textbook(local, loader, work)
+            trained.append(local.state_dict())
+        model.load_state_dict(mean_of(trained))
+
+    serve(play)
+
+
+def ours(engine: str, kind: type[FedAvg], data: Path, work: Work, threads: int, serve: Serve) -> None:
+    """A round of FedAvg as every run plays it: download, train, check, aggregate, commit; nothing is evaluated."""
+    federation = read_federation(data)
+    module = build_model(model_for(work.shape), work.shape, CLASSES, torch.Generator().manual_seed(0))
+    algorithm = kind(task=task_of(module), training=LocalTraining(work.lr, work.epochs, work.batch_size))
+    never = sys.maxsize
+    with create_engine(engine, algorithm, federation, device="cpu", threads=threads, recalibrate="never") as clients:
+        rounds = run_rounds(
+            algorithm, clients, federation.num_examples, algorithm.init_server(work.clients, 0),
+            rounds=range(1, never), participation=1.0, evaluate_every=never, seed=0,
+        )  # fmt: skip
+
+        def play() -> None:
+            assert not next(rounds).failures
+
+        serve(play)
+
+
+def flower(data: Path, work: Work, threads: int, serve: Serve) -> None:
+    from flower_contender import simulate  # only here: it is an extra
+
+    simulate(data, work, serve)  # one thread a client, as many clients at a time as there are cores
+
+
+def gemm(data: Path, work: Work, threads: int, serve: Serve) -> None:
+    """What the machine can do: fp32 matrix products, the fastest of a few, on one thread and on all."""
+    left, right = torch.rand(2, GEMM_SIZE, GEMM_SIZE)
+    out = torch.empty_like(left)
+
+    def fastest(count: int) -> float:
+        torch.set_num_threads(count)
+        seconds = []
+        for _ in range(GEMM_PRODUCTS):
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            seconds.append(time.perf_counter() - start)
+        return 2 * GEMM_SIZE**3 / min(seconds) / 1e9
+
+    serve(lambda: {"gflops": {str(count): fastest(count) for count in dict.fromkeys((1, os.cpu_count() or 1))}})
+
+
+CONTENDERS: dict[str, Callable[[Path, Work, int, Serve], None]] = {
+    "textbook": textbook,
+    "threaded": partial(ours, "threaded", FedAvg),
+    "vectorized": partial(ours, "vectorized", FedAvg),
+    "slowed": partial(ours, "threaded", TwiceAsSlow),
+    "flower": flower,
+    "gemm": gemm,
+}
+
+
+def main(name: str, data: str, work: str, threads: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def serve(play: Play) -> None:
+        print(json.dumps({"ready": True}), file=answers)
+        for _ in sys.stdin:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            more = play() or {}
+            spent = {"seconds": time.perf_counter() - start, "process_seconds": time.process_time() - cpu_start}
+            print(json.dumps(spent | more), file=answers)
+
+    CONTENDERS[name](Path(data), Work(**json.loads(work)), int(threads), serve)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
