@@ -34,7 +34,8 @@ from processes import Contender, machine_seconds
 HERE = Path(__file__).parent
 TEXTBOOK, FLOWER, GEMM = "textbook", "flower", "gemm"
 LABELS = {
-    TEXTBOOK: "textbook loop", "threaded": "pfedla, threaded", "vectorized": "pfedla, vectorized", FLOWER: "Flower simulation",
+    TEXTBOOK: "textbook loop", "threaded": "pfedla, threaded", "compiled": "pfedla, threaded, compiled",
+    "vectorized": "pfedla, vectorized", FLOWER: "Flower simulation",
 }  # fmt: skip
 QUIET = 0.08  # a repeat counts as undisturbed if others took no more of the machine
 QUICK = {"clients": 2, "images": 28, "epochs": 1}

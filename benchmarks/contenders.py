@@ -54,13 +54,15 @@ def textbook(data: Path, work: Work, threads: int, serve: Serve) -> None:
     serve(play)
 
 
-def ours(engine: str, kind: type[FedAvg], data: Path, work: Work, threads: int, serve: Serve) -> None:
+def ours(engine: str, kind: type[FedAvg], data: Path, work: Work, threads: int, serve: Serve, *, compile: bool = False) -> None:
     """A round of FedAvg as every run plays it: download, train, check, aggregate, commit; nothing is evaluated."""
     federation = read_federation(data)
     module = build_model(model_for(work.shape), work.shape, CLASSES, torch.Generator().manual_seed(0))
     algorithm = kind(task=task_of(module), training=LocalTraining(work.lr, work.epochs, work.batch_size))
     never = sys.maxsize
-    with create_engine(engine, algorithm, federation, device="cpu", threads=threads, recalibrate="never") as clients:
+    with create_engine(
+        engine, algorithm, federation, device="cpu", threads=threads, recalibrate="never", compile=compile
+    ) as clients:
         rounds = run_rounds(
             algorithm, clients, federation.num_examples, algorithm.init_server(work.clients, 0),
             rounds=range(1, never), participation=1.0, evaluate_every=never, seed=0,
@@ -98,6 +100,7 @@ def gemm(data: Path, work: Work, threads: int, serve: Serve) -> None:
 CONTENDERS: dict[str, Callable[[Path, Work, int, Serve], None]] = {
     "textbook": textbook,
     "threaded": partial(ours, "threaded", FedAvg),
+    "compiled": partial(ours, "threaded", FedAvg, compile=True),
     "vectorized": partial(ours, "vectorized", FedAvg),
     "slowed": partial(ours, "threaded", TwiceAsSlow),
     "flower": flower,
