@@ -32,4 +32,5 @@ $(VENV)/bench-installed: $(VENV)/installed
 bench: $(VENV)/bench-installed  ## how fast: a round beside a textbook loop and Flower, a run by phase; best on an idle machine
 	$(BIN)/python benchmarks/bench_round.py
 	$(BIN)/python benchmarks/bench_phases.py
+	$(BIN)/python benchmarks/bench_choice.py
 	test ! -f benchmarks/bench_server.py || $(BIN)/python benchmarks/bench_server.py

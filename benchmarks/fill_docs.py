@@ -1,4 +1,4 @@
-"""Put the tables of benchmarks/results/*.json into docs/performance-training.md, between their marks: no number is typed.
+"""Put the tables of benchmarks/results/*.json into docs/performance.md, between their marks: no number is typed.
 
 python benchmarks/fill_docs.py
 """
@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bench_choice
 import bench_phases
 import bench_round
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance-training.md"
+PAGE = HERE.parent / "docs" / "performance.md"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -33,6 +34,10 @@ def phases_table(report: dict[str, Any]) -> str:
     return table(bench_phases.columns(), [bench_phases.cells(name, found) for name, found in report["runs"].items()])
 
 
+def choice_table(report: dict[str, Any]) -> str:
+    return table(bench_choice.COLUMNS, [bench_choice.cells(found) for found in report["results"]])
+
+
 def filled(text: str, mark: str, content: str) -> str:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
     text, count = re.subn(pattern, lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text, flags=re.S)
@@ -42,7 +47,7 @@ def filled(text: str, mark: str, content: str) -> str:
 
 def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for mark, make in (("round", round_tables), ("phases", phases_table)):
+    for mark, make in (("round", round_tables), ("phases", phases_table), ("choice", choice_table)):
         report = HERE / "results" / f"{mark}.json"
         if report.exists():
             text = filled(text, mark, make(json.loads(report.read_text(encoding="utf-8"))))

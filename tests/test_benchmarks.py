@@ -73,6 +73,14 @@ def test_the_phases_benchmark(tmp_path: Path) -> None:
         assert sum(found["phases"].values()) + sum(found["around"].values()) == pytest.approx(found["seconds"], abs=0.01)
 
 
+@pytest.mark.slow
+def test_the_choice_benchmark(tmp_path: Path) -> None:
+    bench("choice", tmp_path, "--repeats", "1")
+    (found,) = json.loads((tmp_path / "choice.json").read_text())["results"]
+    assert found["seconds"].keys() == {"threaded", "compiled", "vectorized"}
+    assert min(seconds for way in found["seconds"].values() for seconds in way) > 0
+
+
 @pytest.mark.parametrize(("shape", "mflop"), [((1, 28, 28), 6.27), ((3, 32, 32), 12.08)])
 def test_the_fixed_work_is_the_papers(fixed_work, shape: tuple[int, ...], mflop: float) -> None:
     work = fixed_work.Work(shape)
