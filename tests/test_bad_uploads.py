@@ -240,7 +240,7 @@ def test_a_run_of_which_nothing_comes_stops_and_says_why(federation: Federation)
     rounds: list[int] = []
     with pytest.raises(PfedlaError, match=r"in 3 rounds in a row .* round 3; client 0: raised .*out of bounds") as caught:
         simulate(
-            Federation(bad, federation.test, federation.classes), TinyNet(), "fedavg", rounds=50, max_failed_rounds=3,
+            Federation(bad, federation.test, federation.classes), TinyNet(), "fedavg", rounds=50, max_failed_rounds=3, engine="threaded",
             on_round=lambda played: rounds.append(played.round),
         )  # fmt: skip
     assert rounds == [1, 2, 3]
@@ -255,7 +255,7 @@ def test_a_sound_round_in_between_lets_the_run_go_on(federation: Federation, mon
         return answers if cohort.round % 3 == 0 else [NO_ANSWER] * len(answers)
 
     monkeypatch.setattr(ENGINES["threaded"], "train", every_third)
-    result = simulate(federation, TinyNet(), "pfedla", rounds=9, max_failed_rounds=3)
+    result = simulate(federation, TinyNet(), "pfedla", rounds=9, max_failed_rounds=3, engine="threaded")
     assert result.failures == {client: {"no answer": 6} for client in range(6)}
     assert result.refused_uploads == 0
 
