@@ -240,8 +240,8 @@ def test_a_run_of_which_nothing_comes_stops_and_says_why(federation: Federation)
     rounds: list[int] = []
     with pytest.raises(PfedlaError, match=r"in 3 rounds in a row .* round 3; client 0: raised .*out of bounds") as caught:
         simulate(
-            Federation(bad, federation.test, federation.classes), TinyNet(), "fedavg", rounds=50, max_failed_rounds=3, engine="threaded",
-            on_round=lambda played: rounds.append(played.round),
+            Federation(bad, federation.test, federation.classes), TinyNet(), "fedavg", rounds=50, max_failed_rounds=3,
+            engine="threaded", on_round=lambda played: rounds.append(played.round),
         )  # fmt: skip
     assert rounds == [1, 2, 3]
     assert isinstance(caught.value.__cause__, IndexError)  # where it happened is not lost

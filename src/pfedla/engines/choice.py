@@ -41,4 +41,4 @@ def chosen_compile(asked: Compile, engine: str, device: str, model: str = "") ->
         raise PfedlaError(f"compile = on is for the threaded engine on the cpu, not for {engine} on {device}; leave it out")
     if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         return "off", "there is no C++ compiler (g++, clang++ or $CXX): the training step is not compiled"
-    return "on", ""
+    return "on", "the training step is compiled first: up to half a minute"
