@@ -1,5 +1,6 @@
 """One toy federation: six clients of unequal sizes, a tiny net. No mocks."""
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
+VARIANTS = {"pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3})}  # options that are a path of their own
 
 
 class TinyNet(nn.Module):
@@ -61,9 +63,10 @@ def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
 def make(
     name: str, *, batch_norm: bool | None = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
 ) -> Algorithm:
-    """A method for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
+    """A method or variant for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
     module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
-    return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), options)
+    name, preset = VARIANTS.get(name, (name, {}))
+    return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), preset | options)
 
 
 def applies(name: str, batch_norm: bool) -> bool:
@@ -75,10 +78,11 @@ def applies(name: str, batch_norm: bool) -> bool:
     return True
 
 
-def methods(*quick: str) -> list[Any]:
+def methods(*quick: str, variants: bool = False) -> list[Any]:
     """Every method of the registry, with BatchNorm where it fits as there is more to go wrong; but for `quick` (if any are
     named) with the slow tests."""
-    return [pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name) for name in ALGORITHMS]
+    names = [*ALGORITHMS, *(VARIANTS if variants else ())]
+    return [pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name) for name in names]
 
 
 def play(
@@ -87,19 +91,20 @@ def play(
     server: ServerState | None = None, clients: Params | None = None, traffic: Traffic | None = None,
     faults: Faults = NO_FAULTS, norm_bound: float | None = None,
 ) -> tuple[list[Round], Params]:  # fmt: skip
-    """Rounds played, and everybody's private state after them."""
-    server = server or algorithm.init_server(len(federation), seed)
+    """Rounds played, and everybody's private state after them. Servers are copied: a round may write into the one before."""
+    server = copy.deepcopy(server) if server else algorithm.init_server(len(federation), seed)
     with create_engine(
         engine, algorithm, federation, device="cpu", threads=threads, recalibrate="unsampled", faults=faults
     ) as where:
         if clients is not None:
             where.load(clients)
-        played = list(
-            run_rounds(
+        played = [
+            one._replace(server=copy.deepcopy(one.server))
+            for one in run_rounds(
                 algorithm, where, federation.num_examples, server, rounds=rounds, participation=participation,
                 evaluate_every=evaluate_every, seed=seed, traffic=traffic, norm_bound=norm_bound,
             )
-        )  # fmt: skip
+        ]  # fmt: skip
         return played, where.state()
 
 

@@ -125,7 +125,7 @@ def test_a_bad_upload_leaves_the_others_as_if_its_sender_were_absent(name: str, 
 
 
 @pytest.mark.parametrize("clients", [2, 10, 33])
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", methods(variants=True))
 def test_what_a_client_is_sent_does_not_depend_on_who_else_is_in_the_cohort(name: str, clients: int) -> None:
     """Not in a single bit: else a client's absence would be felt by the others before it is even missed."""
     algorithm = make(name, batch_norm=None)

@@ -70,7 +70,7 @@ def assert_ends_equal(one: Simulation | None, other: Simulation | None) -> None:
         assert_same(left, right)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", methods(variants=True))
 def test_save_load_continue_is_a_straight_run(name: str, tmp_path: Path) -> None:
     """For every method, with clients that stay away and send nonsense; stopped once after a round and once within one."""
     straight = go(tmp_path / "straight", name)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import applies, assert_same, flat, make, play, received
+from conftest import VARIANTS, applies, assert_same, flat, make, play, received
 from safetensors.torch import save
 
 from pfedla.algorithms import ALGORITHMS
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize(
     ("name", "batch_norm"),
     [
         pytest.param(name, batch_norm, id=f"{name}-{'batchnorm' if batch_norm else 'plain'}")
-        for name in ALGORITHMS
+        for name in (*ALGORITHMS, *VARIANTS)
         for batch_norm in (False, True)
         if applies(name, batch_norm)
     ],
@@ -45,7 +45,7 @@ def test_nothing_handed_in_is_written_into(name: str, batch_norm: bool, federati
         before = copy.deepcopy((flat(server), downloads.tensors, engine.state()))
         trained = received(engine, cohort, downloads)
         uploads = copy.deepcopy(trained.uploads.tensors)
-        algorithm.aggregate(server, cohort, downloads, trained.uploads)
+        algorithm.aggregate(copy.deepcopy(server), cohort, downloads, trained.uploads)  # it may write into the server
         engine.evaluate(cohort, downloads)
         for left, right in zip(before, (flat(server), downloads.tensors, engine.state()), strict=True):
             assert_same(left, right)

@@ -1,5 +1,6 @@
 """Hand-worked numbers and the calculus of pFedLA and FedAvg; those of the other methods stand in test_<method>.py."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -17,6 +18,7 @@ from pfedla.tasks import task_of
 from pfedla.tree import repeat, stack, take, weighted_mean
 
 LINE = Layers.of(nn.Linear(1, 1))
+COMPACT = {"hypernetwork": "compact"}
 
 
 def test_layers_group_weight_and_bias_and_leave_statistics_apart() -> None:
@@ -107,9 +109,12 @@ def test_relu_weights_start_uniform_and_a_dead_row_is_the_own_model() -> None:
     assert all(value.isfinite().all() for value in stepped.values())
 
 
-def _double_server(num_clients: int = 4) -> tuple:
+FORMS = pytest.mark.parametrize("options", [{}, {"normalise": "relu"}, COMPACT, COMPACT | {"normalise": "relu"}], ids=str)
+
+
+def _double_server(num_clients: int = 4, **options: object) -> tuple:
     """A pFedLA server in float64 with unlike models and moved hypernetworks."""
-    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000))
+    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), options)
     server = algorithm.init_server(num_clients, seed=0)
     noise = torch.Generator().manual_seed(3)
     server = {
@@ -121,19 +126,20 @@ def _double_server(num_clients: int = 4) -> tuple:
     return algorithm, server, Cohort(1, 0, torch.arange(num_clients), torch.full((num_clients,), 20))
 
 
-def test_closed_form_equals_autograd_through_the_stacked_models() -> None:
-    algorithm, server, cohort = _double_server()
+@FORMS
+def test_closed_form_equals_autograd_through_the_stacked_models(options: dict) -> None:
+    algorithm, server, cohort = _double_server(**options)
     downloads = algorithm.download(server, cohort)
     delta = {name: torch.randn_like(value) for name, value in downloads.tensors.items()}
     uploads = Payload({name: value + delta[name] for name, value in downloads.tensors.items()}, downloads.sent)
-    after = algorithm.aggregate(server, cohort, downloads, uploads)["hypernetworks"]
+    after = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, uploads)["hypernetworks"]
 
     # The slow twin: build every mixed model from its own hypernetwork and differentiate <mixed, delta> with autograd.
     network = algorithm._hypernetwork(4)
     leaves = {name: value.clone().requires_grad_() for name, value in server["hypernetworks"].items()}
     objective = torch.zeros((), dtype=torch.float64)
     for i in range(4):
-        alpha = network._alpha_of_one({name: value[i] for name, value in leaves.items()}, torch.tensor(i))
+        alpha = network.alpha({name: value[i : i + 1] for name, value in leaves.items()}, torch.tensor([i]))[0]
         for name, models in server["models"].items():
             layer = algorithm.task.layers.index[name]
             mixed = sum(alpha[layer, j] * models[j] for j in range(4))
@@ -143,9 +149,10 @@ def test_closed_form_equals_autograd_through_the_stacked_models() -> None:
         torch.testing.assert_close(after[name], leaf.detach() + algorithm.hypernetwork_lr * leaf.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_one_hypernetwork_step_descends_the_clients_loss() -> None:
+@FORMS
+def test_one_hypernetwork_step_descends_the_clients_loss(options: dict) -> None:
     """After one full-batch local step Δθ = -lr ∇L, so the step is -lr times the loss gradient: checked by differences."""
-    algorithm, server, cohort = _double_server()
+    algorithm, server, cohort = _double_server(**options)
     federation = toy_federation((20, 20, 20, 20))
     data = [LocalData(e.x.double(), e.y, torch.arange(20)[None]) for e in federation.train]
     network, layers, own = algorithm._hypernetwork(4), algorithm.task.layers, torch.arange(4)
@@ -162,7 +169,7 @@ def test_one_hypernetwork_step_descends_the_clients_loss() -> None:
     uploads = Payload(stack([result.upload.tensors for result in results]), downloads.sent)
     before = server["hypernetworks"]
     small = dataclasses.replace(algorithm, hypernetwork_lr=1e-2)
-    after = small.aggregate(server, cohort, downloads, uploads)["hypernetworks"]
+    after = small.aggregate(copy.deepcopy(server), cohort, downloads, uploads)["hypernetworks"]
     assert (losses(after) < losses(before)).all()
 
     epsilon, draws = 1e-5, torch.Generator().manual_seed(5)
@@ -226,27 +233,34 @@ def test_a_retained_layer_takes_no_part_in_the_step() -> None:
     assert_same(after["models"], uploads)  # the upload is full: the server's copy is current
 
 
-def test_a_step_that_overflows_is_not_taken() -> None:
-    algorithm = make("pfedla")
+@pytest.mark.parametrize("options", [{}, COMPACT], ids=str)
+def test_a_step_that_overflows_is_not_taken(options: dict) -> None:
+    algorithm = make("pfedla", **options)
     cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
     server = algorithm.init_server(3, seed=0)
     server["models"] = {name: torch.full_like(value, 1e30) for name, value in server["models"].items()}
     downloads = algorithm.download(server, cohort)
     uploads = {name: value.clone() for name, value in downloads.tensors.items()}
     uploads["fc1.weight"][1] = -1e30
-    after = algorithm.aggregate(server, cohort, downloads, Payload(uploads, downloads.sent))
+    after = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, Payload(uploads, downloads.sent))
     assert algorithm.alpha(after).isfinite().all()
     assert_same(take(after["hypernetworks"], 1), take(server["hypernetworks"], 1))
+
+
+def _cut(algorithm: object, alpha: torch.Tensor, cohort: Cohort) -> torch.Tensor:
+    """alpha as it is mixed: the weights of the neighbours where they belong, zero elsewhere."""
+    weights, senders = algorithm._neighbours(alpha, cohort, algorithm.neighbours)
+    return torch.zeros_like(alpha).scatter_(-1, senders, weights)
 
 
 def test_relu_weights_cut_to_neighbours_fall_back_to_the_own_model() -> None:
     algorithm = make("pfedla", neighbours=2, normalise="relu")
     cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
     alpha = torch.tensor([[[0.0, 0.0, 1.0]], [[0.0, 0.0, 1.0]], [[0.5, 0.5, 0.0]]])
-    cut = algorithm._cut_to_neighbours(alpha, cohort)[:, 0]
+    cut = _cut(algorithm, alpha, cohort)[:, 0]
     torch.testing.assert_close(cut.sum(-1), torch.ones(3))
     assert cut[0].tolist() == [0.0, 0.0, 1.0]
-    dead = algorithm._cut_to_neighbours(torch.zeros(3, 1, 3), cohort)[:, 0]
+    dead = _cut(algorithm, torch.zeros(3, 1, 3), cohort)[:, 0]
     assert torch.equal(dead, torch.eye(3))
 
 
@@ -254,7 +268,7 @@ def test_neighbours_cut_renormalise_and_always_hold_the_client_itself() -> None:
     algorithm = make("pfedla", neighbours=2)
     cohort = Cohort(1, 0, torch.arange(3), torch.tensor([1, 1, 1]))
     alpha = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.4, 0.35, 0.25]]).unsqueeze(1).repeat(1, 2, 1)
-    cut = algorithm._cut_to_neighbours(alpha, cohort)[:, 0]
+    cut = _cut(algorithm, alpha, cohort)[:, 0]
     expected = torch.tensor([[1 / 7, 6 / 7, 0], [5 / 7, 2 / 7, 0], [0.4 / 0.65, 0, 0.25 / 0.65]])
     torch.testing.assert_close(cut, expected)
 
@@ -264,7 +278,7 @@ def test_equal_weights_are_cut_in_a_seeded_order_that_differs_by_client_layer_an
     uniform = torch.full((20, 2, 20), 1 / 20)
 
     def kept(round: int) -> torch.Tensor:
-        return algorithm._cut_to_neighbours(uniform, Cohort(round, 0, torch.arange(20), torch.ones(20))) > 0
+        return _cut(algorithm, uniform, Cohort(round, 0, torch.arange(20), torch.ones(20))) > 0
 
     first = kept(1)
     assert (first.sum(-1) == 3).all()
@@ -295,7 +309,8 @@ def test_stacked_hypernetworks_equal_one_at_a_time(normalise: str) -> None:
     noise = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(v.shape, generator=noise) for n, v in network.init(3, torch.Generator().manual_seed(1)).items()}
     together = network.alpha(tensors, torch.arange(3))
-    alone = torch.stack([network._alpha_of_one(take(tensors, i), torch.tensor(i)) for i in range(3)])
+    logits = [network._logits_of_one(take(tensors, i)) for i in range(3)]
+    alone = torch.stack([network._free()._alpha_of_one(one, torch.tensor(i)) for i, one in enumerate(logits)])
     torch.testing.assert_close(together, alone)
 
 

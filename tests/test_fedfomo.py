@@ -1,5 +1,6 @@
 """FedFomo: the weights by hand, the choice of candidates, the held-out split, and the case in which it is Local."""
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 from math import log
@@ -192,14 +193,14 @@ def test_signed_weights_are_added_in_the_rows_of_the_cohort_only() -> None:
     algorithm = fedfomo(candidates=2, epsilon=0.0)
     start = [[0.0, -1.0, 3.0, 1.0], [0.5] * 4, [5.0, 4.0, 0.0, 4.5], [0.25] * 4]
     server, cohort = with_affinity(algorithm, start), cohort_of(0, 2)
-    downloads = algorithm.download(server, cohort)
+    downloads, before = algorithm.download(server, cohort), copy.deepcopy(server["models"])
     uploads = {name: torch.full((2, *value.shape[1:]), 2.0) for name, value in server["models"].items()}
     weights = torch.tensor([[0.5, -2.0], [-0.25, 1.0]])  # for (2, 3) and (0, 3)
     after = algorithm.aggregate(server, cohort, downloads, Payload(uploads, torch.ones(2, 2).bool(), {"weights": weights}))
     assert after["affinity"]["affinity"].tolist() == [[0.0, -1.0, 3.5, -1.0], start[1], [4.75, 4.0, 0.0, 5.5], start[3]]
     for name, value in after["models"].items():
         assert (value[[0, 2]] == 2.0).all()
-        assert torch.equal(value[[1, 3]], server["models"][name][[1, 3]])
+        assert torch.equal(value[[1, 3]], before[name][[1, 3]])
 
 
 def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None:

@@ -46,10 +46,15 @@ def own_cluster_mass(alpha: torch.Tensor) -> torch.Tensor:
     return (alpha * same[:, None, :]).sum(-1)
 
 
+# Without a trunk that feeds on its own moves the logits need a larger rate to get as far in so many rounds.
+FORMS = pytest.mark.parametrize(("form", "rate"), [("network", 2.0), ("compact", 40.0)], ids=["network", "compact"])
+
+
+@FORMS
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_two_clusters_find_each_other(seed: int) -> None:
+def test_two_clusters_find_each_other(seed: int, form: str, rate: float) -> None:
     federation, how = clusters(seed=seed), {"rounds": 60, "lr": 0.1, "seed": seed}
-    result = simulate(federation, TinyNet(), "pfedla", hypernetwork_lr=2.0, **how)
+    result = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, hypernetwork_lr=rate, **how)
     assert own_cluster_mass(result.alpha).min() > 0.9
     alone = simulate(federation, TinyNet(), "local", **how)
     averaged = simulate(federation, TinyNet(), "fedavg", **how)
@@ -57,10 +62,11 @@ def test_two_clusters_find_each_other(seed: int) -> None:
     assert result.accuracy.mean() > alone.accuracy.mean() - 0.02
 
 
-def test_the_opposite_sign_of_the_step_would_find_the_other_cluster() -> None:
+@FORMS
+def test_the_opposite_sign_of_the_step_would_find_the_other_cluster(form: str, rate: float) -> None:
     """The sign is right: turned around, the same rule puts the weight on the dissimilar clients."""
     federation = clusters()
-    algorithm = dataclasses.replace(make("pfedla", epochs=5, batch_size=32), hypernetwork_lr=-2.0)
+    algorithm = dataclasses.replace(make("pfedla", epochs=5, batch_size=32, hypernetwork=form), hypernetwork_lr=-rate)
     played, _ = play(algorithm, federation, rounds=range(1, 61), evaluate_every=60)
     assert own_cluster_mass(algorithm.alpha(played[-1].server)).mean() < 0.05
 
@@ -81,6 +87,24 @@ def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     )
     assert losses[-1] < losses[0]
     assert result.accuracy.mean() > 0.5  # three classes
+
+
+@pytest.mark.parametrize("form", ["network", "compact"])
+def test_weight_falls_with_distance_along_a_chain(form: str) -> None:
+    """Clients whose rules turn step by step around a circle: the default rate finds who is near."""
+    angles = torch.arange(8) * torch.pi / 4
+    draws = torch.Generator().manual_seed(0)
+
+    def examples(count: int, angle: torch.Tensor) -> Examples:
+        x = torch.randn(count, FEATURES, generator=draws)
+        return Examples(x, (x[:, 0] * angle.cos() + x[:, 1] * angle.sin() > 0).long())
+
+    federation = Federation([examples(60, a) for a in angles], [examples(20, a) for a in angles], ("0", "1", "2"))
+    alpha = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, rounds=10, lr=0.1, evaluate_every=10).alpha
+    around = (torch.arange(8).unsqueeze(1) - torch.arange(8)).abs()
+    distance = torch.minimum(around, 8 - around)
+    means = torch.stack([alpha.transpose(1, 2)[distance == steps].mean(0) for steps in range(5)])  # [distance, layer]
+    assert (means.diff(dim=0) < 0).all(), means
 
 
 def test_neighbours_and_retained_layers_learn_too() -> None:

@@ -180,7 +180,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        """The next server state from those who answered; `downloads` is what these clients were sent."""
+        """The next server state from those who answered; `downloads` is what these clients were sent.
+
+        May consume `server`: write into its tensors, after all that can fail. Who needs the old state copies it before.
+        """
 
     @abstractmethod
     def init_client(self) -> ClientState:

@@ -43,7 +43,10 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120
 AFFORDABLE = 2**36  # bytes (64 GiB)
 
 
-def check_affordable(what: str, numbers: int) -> None:
-    """Refuse what would take absurdly much memory (float32) before any of it is taken."""
+def check_affordable(what: str, numbers: int, instead: str = "", instead_numbers: int = 0) -> None:
+    """Refuse what would take absurdly much memory (float32) before any of it is taken; say what fits `instead`."""
     if 4 * numbers > AFFORDABLE:
-        raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB of memory; more than {AFFORDABLE >> 30} is refused")
+        fits = instead and 4 * instead_numbers <= AFFORDABLE
+        hint = f"; {instead} takes {4 * instead_numbers / 2**30:.1f} GiB" if fits else ""
+        refused = f"{what} would take {4 * numbers >> 30:,} GiB of memory; more than {AFFORDABLE >> 30} is refused"
+        raise PfedlaError(refused + hint)

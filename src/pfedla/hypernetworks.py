@@ -1,7 +1,7 @@
 """pFedLA's hypernetwork: a client's embedding in, its aggregation weights alpha[layer, sender] out (Eq. 4).
 
 Written for one client as a function of its tensors; all clients' hypernetworks live in stacked tensors and one
-vectorised call (or one vector-Jacobian product) serves them all. Usable on its own:
+vectorised call serves them all. `FreeLayerWeights` is a compact form for many clients. Usable on its own:
 
 >>> import torch
 >>> network = LayerWeightHypernetwork(num_senders=3, num_layers=2)
@@ -19,15 +19,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.layers import Layers
+from pfedla.layers import Layers, inner_products
 from pfedla.tree import Params, copies
 
 TRUNK_DEPTH = 3
+HEADS = ("heads.weight", "heads.bias")
+Normalise = Literal["softmax", "relu"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class LayerWeightHypernetwork:
     num_layers: int
     embedding_size: int = 100
     hidden_size: int = 100
-    normalise: Literal["softmax", "relu"] = "softmax"
+    normalise: Normalise = "softmax"
 
     @property
     def num_parameters(self) -> int:
@@ -56,30 +59,83 @@ class LayerWeightHypernetwork:
             one[f"trunk{depth}.weight"] = bound * (2 * torch.rand(self.hidden_size, width, generator=generator) - 1)
             one[f"trunk{depth}.bias"] = bound * (2 * torch.rand(self.hidden_size, generator=generator) - 1)
             width = self.hidden_size
-        one["heads.weight"] = torch.zeros(self.num_layers, self.num_senders, width)
-        # Zero logits are uniform under softmax; ReLU needs a positive start to be uniform and alive.
-        start = 0.0 if self.normalise == "softmax" else 1.0
-        one["heads.bias"] = torch.full((self.num_layers, self.num_senders), start)
-        return copies(one, num_clients)
+        weight = untouched_zeros(num_clients, self.num_layers, self.num_senders, width)
+        bias = self._free().init(num_clients)["logits"]
+        return {**copies(one, num_clients), **dict(zip(HEADS, (weight, bias), strict=True))}
 
-    def _alpha_of_one(self, tensors: Params, own: Tensor) -> Tensor:
+    def _free(self) -> "FreeLayerWeights":
+        """What the heads feed."""
+        return FreeLayerWeights(self.num_senders, self.num_layers, self.normalise)
+
+    def _hidden_of_one(self, tensors: Params) -> Tensor:
         hidden = tensors["embedding"]
         for depth in range(TRUNK_DEPTH):
             hidden = F.relu(F.linear(hidden, tensors[f"trunk{depth}.weight"], tensors[f"trunk{depth}.bias"]))
-        logits = tensors["heads.weight"] @ hidden + tensors["heads.bias"]
+        return hidden
+
+    def _logits_of_one(self, tensors: Params) -> Tensor:
+        return tensors["heads.weight"] @ self._hidden_of_one(tensors) + tensors["heads.bias"]
+
+    def alpha(self, tensors: Params, own: Tensor) -> Tensor:
+        """[clients, layers, senders] from stacked tensors; `own` holds each client's position among the senders."""
+        return self._free().alpha({"logits": vmap(self._logits_of_one)(tensors)}, own)
+
+    def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
+        """Move embedding and weights along the product of `gradient` = dObjective/dalpha with the Jacobian (Eq. 10-11).
+
+        The heads' part is written out: it is an outer product that need not be made in memory before it is added.
+        """
+        weight, bias = (tensors[name] for name in HEADS)
+        body = {name: value for name, value in tensors.items() if name not in HEADS}
+        hidden, pull_back = vjp(vmap(self._hidden_of_one), body)[:2]
+        logits = (weight.flatten(1, 2) @ hidden.unsqueeze(-1)).view_as(bias) + bias
+        slope = self._free().slope(logits, own, gradient)
+        (ascent,) = pull_back((slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1))
+        moved = {name: torch.add(value, ascent[name], alpha=lr) for name, value in body.items()}
+        moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None], value=lr)
+        moved["heads.bias"] = torch.add(bias, slope, alpha=lr)
+        return moved
+
+
+@dataclass(frozen=True)
+class FreeLayerWeights:
+    """The compact form: one free logit per (client, layer, sender) in place of the network; the same methods."""
+
+    num_senders: int
+    num_layers: int
+    normalise: Normalise = "softmax"
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.num_senders
+
+    def init(self, num_clients: int, generator: torch.Generator | None = None) -> Params:
+        """Nothing is drawn: the weights start uniform."""
+        logits = untouched_zeros(num_clients, self.num_layers, self.num_senders)
+        # Zero logits are uniform under softmax; ReLU needs a positive start to be uniform and alive.
+        return {"logits": logits if self.normalise == "softmax" else logits.fill_(1.0)}
+
+    def _alpha_of_one(self, logits: Tensor, own: Tensor) -> Tensor:
         if self.normalise == "softmax":
             return logits.softmax(-1)
         return normalise_or_own(logits.relu(), own)
 
     def alpha(self, tensors: Params, own: Tensor) -> Tensor:
-        """[clients, layers, senders] from stacked tensors; `own` holds each client's position among the senders."""
-        return vmap(self._alpha_of_one)(tensors, own)
+        return vmap(self._alpha_of_one)(tensors["logits"], own)
+
+    def slope(self, logits: Tensor, own: Tensor, gradient: Tensor) -> Tensor:
+        """dObjective/dlogits from dObjective/dalpha."""
+        slope: Tensor = vjp(lambda at: vmap(self._alpha_of_one)(at, own), logits)[1](gradient)[0]
+        return slope
 
     def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
-        """Move embedding and weights along the product of `gradient` = dObjective/dalpha with the Jacobian (Eq. 10-11)."""
-        pull_back = vjp(lambda all_tensors: self.alpha(all_tensors, own), tensors)[1]
-        (ascent,) = pull_back(gradient)
-        return {name: torch.add(value, ascent[name], alpha=lr) for name, value in tensors.items()}
+        logits = tensors["logits"]
+        return {"logits": torch.add(logits, self.slope(logits, own, gradient), alpha=lr)}
+
+
+def untouched_zeros(*shape: int) -> Tensor:
+    """Zeros that take up memory only where they are written to, as torch's own do not: most clients are yet to take part."""
+    return torch.from_numpy(np.zeros(shape, np.float32))
 
 
 def normalise_or_own(weights: Tensor, own: Tensor | int) -> Tensor:
@@ -90,15 +146,10 @@ def normalise_or_own(weights: Tensor, own: Tensor | int) -> Tensor:
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), only_own)
 
 
-def layer_gradient(delta: Params, models: Params, layers: Layers) -> Tensor:
+def layer_gradient(delta: Params, models: Params, layers: Layers, receivers: Tensor | None = None) -> Tensor:
     """g[i, layer, j] = <delta_i, model_j> over the tensors of the layer: how a receiver's wish points at each sender.
 
-    It is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> with respect to alpha, in one GEMM a tensor; no
-    autograd through the stacked models is needed.
+    It is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> with respect to alpha; no autograd through the stacked
+    models is needed. `receivers` are as those of `mix`.
     """
-    some = next(iter(models.values()))
-    receivers, senders = len(next(iter(delta.values()))), len(some)
-    gradient = some.new_zeros(receivers, len(layers), senders)
-    for name, value in delta.items():
-        gradient[:, layers.index[name]] += value.flatten(1) @ models[name].flatten(1).T
-    return gradient
+    return inner_products(delta, models, layers, receivers)

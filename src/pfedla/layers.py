@@ -1,4 +1,4 @@
-"""What a layer is, and the one primitive of layer-wise aggregation.
+"""What a layer is, and the primitives of layer-wise aggregation: the mix, and its transpose.
 
 A layer is one module's weight and bias. A BatchNorm module is a layer of its own: its γ and β are mixed, its running
 statistics (`Layers.statistics`) stay on the client unless an algorithm sends them.
@@ -91,10 +91,42 @@ def mix(alpha: Tensor, models: Params, layers: Layers, receivers: Tensor | None 
     """
     ids = torch.arange(len(alpha)) if receivers is None else receivers
 
-    def mixed(rows: Tensor) -> Params:
-        return {name: rows[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
+    def mixed(rows: Params) -> Params:
+        weights = rows["alpha"]
+        return {name: weights[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
 
-    return {name: value.view(-1, *models[name].shape[1:]) for name, value in by_blocks(mixed, alpha, ids).items()}
+    return {name: value.view(-1, *models[name].shape[1:]) for name, value in by_blocks(mixed, {"alpha": alpha}, ids).items()}
+
+
+def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) -> Params:
+    """`mix` where a receiver takes of each layer only a few senders' tensors, and only theirs are read.
+
+    weights, senders: [receivers, layers, few]; one receiver at a time, so that none depends on the others.
+    """
+    mixed = {name: value.new_empty(len(weights), *value.shape[1:]) for name, value in models.items()}
+    for row in range(len(weights)):
+        for name, value in models.items():
+            layer = layers.index[name]
+            # A copy of the weights: small products round differently by where their numbers lie.
+            mixed[name][row] = torch.tensordot(weights[row, layer].to(value.dtype).clone(), value[senders[row, layer]], 1)
+    return mixed
+
+
+def inner_products(rows: Params, models: Params, layers: Layers, ids: Tensor | None = None) -> Tensor:
+    """[rows, layers, models]: the inner product of each row with each model, over the tensors of a layer: one GEMM a tensor.
+
+    `ids` are the rows' clients, if they are not all of 0, 1, 2, …, as `receivers` of `mix`.
+    """
+
+    def products(block: Params) -> Params:
+        some = next(iter(block.values()))
+        found = some.new_zeros(len(some), len(layers), len(next(iter(models.values()))))
+        for name, value in block.items():
+            found[:, layers.index[name]] += value.flatten(1) @ models[name].flatten(1).T
+        return {"products": found}
+
+    count = len(next(iter(rows.values())))
+    return by_blocks(products, rows, torch.arange(count) if ids is None else ids)["products"]
 
 
 def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:

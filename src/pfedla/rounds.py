@@ -30,7 +30,7 @@ class Round(NamedTuple):
     traffic: Traffic  # so far
     evaluation_bytes: int  # of the traffic, what evaluating this round took
     seconds: dict[str, float]  # by phase, this round
-    server: ServerState
+    server: ServerState  # until the next round is asked for, which may write into it
 
 
 def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: int) -> Cohort:

@@ -14,9 +14,10 @@ def take(stacked: Params, index: Tensor | int) -> Params:
     return {name: value[index] for name, value in stacked.items()}
 
 
-def put(stacked: Params, index: Tensor, rows: Params) -> Params:
-    """A copy of `stacked` in which the rows of `index` are replaced."""
-    return {name: value.index_copy(0, index, rows[name]) for name, value in stacked.items()}
+def put_(stacked: Params, index: Tensor, rows: Params) -> None:
+    """Write `rows` into the rows of `index`, in place: what a server keeps of all clients is too large to copy every round."""
+    for name, value in stacked.items():
+        value.index_copy_(0, index, rows[name])
 
 
 def stack(trees: Sequence[Params]) -> Params:
@@ -42,21 +43,32 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     }
 
 
-def by_blocks(function: Callable[[Tensor], Params], rows: Tensor, ids: Tensor) -> Params:
+def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor) -> Params:
     """`function` of stacked rows, called on BLOCK of them at a time, each in a place that its id decides, the others zero.
 
-    A product of more or fewer rows takes other paths through the library and rounds differently; so a client's row comes out
-    the same whoever else is asked for.
+    A product of more or fewer rows takes other paths through the library and rounds differently, and narrow products round
+    by the place of a row too, but never by what stands in the other rows; so a client's row comes out the same whoever else
+    is asked for. There are as few blocks as the places allow.
     """
-    found = []
-    blocks = ids // BLOCK
-    for block in sorted(set(blocks.tolist())) or [0]:
+    places = ids % BLOCK
+    blocks = _earlier_equal(places)
+    result: Params = {}
+    for block in range(int(blocks.max()) + 1 if len(ids) else 1):
         here = (blocks == block).nonzero().squeeze(1)
-        places = ids[here] % BLOCK
-        filled = rows.new_zeros(BLOCK, *rows.shape[1:]).index_copy(0, places, rows[here])
-        found.append((here, take(function(filled), places)))
-    order = torch.cat([here for here, _ in found]).argsort()
-    return {name: torch.cat([part[name] for _, part in found])[order] for name in found[0][1]}
+        filled = {name: value.new_zeros(BLOCK, *value.shape[1:]) for name, value in rows.items()}
+        put_(filled, places[here], take(rows, here))
+        part = function(filled)
+        result = result or {name: value.new_empty(len(ids), *value.shape[1:]) for name, value in part.items()}
+        put_(result, here, take(part, places[here]))
+    return result
+
+
+def _earlier_equal(values: Tensor) -> Tensor:
+    """For each of a few small numbers how many equal ones stand before it."""
+    order = values.argsort(stable=True)
+    counts = values.bincount()
+    firsts = counts.cumsum(0) - counts
+    return torch.empty_like(values).index_copy(0, order, torch.arange(len(values)) - firsts[values[order]])
 
 
 def finite_rows(stacked: Params, count: int) -> Tensor:

@@ -43,9 +43,8 @@ class FedAMP(KeepsAllModels):
 
     def _weights(self, server: ServerState, ids: Tensor) -> Tensor:
         """ξ, [receivers, clients]: rows sum to one."""
-        flat = [value.flatten(1).double() for value in server["models"].values()]  # double: distances are differences
-        # Of all, then those of `ids`: a row must not depend on who else is in the cohort, not even in its last bit.
-        distance = torch.stack([torch.cdist(value, value).square() for value in flat]).sum(0)[ids]
+        products, squares = (part.sum(1) for part in self._products(server, ids))  # of whole models
+        distance = (squares[ids].unsqueeze(1) + squares - 2 * products).clamp(min=0)
         attention = self.step_size / self.sigma * torch.exp(-distance / self.sigma)
         receiver = torch.arange(len(ids))
         attention[receiver, ids] = 0.0

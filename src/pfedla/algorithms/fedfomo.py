@@ -16,7 +16,7 @@ from pfedla.algorithms.bounds import Natural
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.seeds import generator
 from pfedla.training import evaluate, sgd
-from pfedla.tree import copies, put, take
+from pfedla.tree import copies, put_, take
 
 PREFIX = "candidate/"
 
@@ -82,10 +82,9 @@ class FedFomo(Algorithm):
         weights = uploads.extras["weights"].to(affinity.dtype)
         # The choice is a function of what is here, so it need not travel.
         rows = affinity[cohort.ids].scatter_add(1, self._choices(server, cohort), weights)
-        return {
-            "models": put(server["models"], cohort.ids, uploads.tensors),
-            "affinity": put(server["affinity"], cohort.ids, {"affinity": rows}),
-        }
+        put_(server["models"], cohort.ids, uploads.tensors)
+        put_(server["affinity"], cohort.ids, {"affinity": rows})
+        return server
 
     # Client
 

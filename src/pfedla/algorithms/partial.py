@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
-from pfedla.layers import mix
+from pfedla.layers import inner_products, mix
 from pfedla.training import sgd
-from pfedla.tree import copies, put, repeat, weighted_mean
+from pfedla.tree import copies, put_, repeat, take, weighted_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,16 @@ class KeepsAllModels(SendsParameters):
     def alpha(self, server: ServerState) -> Tensor:
         return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
 
+    def _products(self, server: ServerState, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Inner products of the models of `ids` with all, [receivers, layers, clients], and the squared lengths of all,
+        [clients, layers]; in double, as what is made of them are differences and quotients."""
+        layers = self.task.layers
+        models = {name: value.flatten(1).double() for name, value in server["models"].items()}
+        squares = torch.zeros(len(next(iter(models.values()))), len(layers), dtype=torch.float64)
+        for name, value in models.items():
+            squares[:, layers.index[name]] += value.square().sum(1)
+        return inner_products(take(models, ids), models, layers, ids), squares
+
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
 
@@ -87,4 +97,5 @@ class KeepsAllModels(SendsParameters):
         return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        return {"models": put(server["models"], cohort.ids, uploads.tensors)}
+        put_(server["models"], cohort.ids, uploads.tensors)
+        return server

@@ -90,8 +90,8 @@ class PFedHN(SendsParameters):
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         network, like = server["network"], self._parameters()
-        generate = vmap(lambda embedding: self._generate(network, embedding, like))
-        weights = by_blocks(generate, server["embeddings"][EMBEDDING][cohort.ids], cohort.ids)
+        generate = vmap(lambda one: self._generate(network, one[EMBEDDING], like))
+        weights = by_blocks(generate, take(server["embeddings"], cohort.ids), cohort.ids)
         return Payload(weights, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

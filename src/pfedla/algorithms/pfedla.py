@@ -4,7 +4,7 @@ Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", 
 Equations tied to names: Eq. 4 `_alpha`, Eq. 5-6 `mix`, Eq. 10-11 `LayerWeightHypernetwork.step`, Eq. 12 `_sent`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -15,11 +15,13 @@ from torch.func import vmap
 from pfedla.algorithms.bounds import Natural, Positive, Rate
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import NotApplicableError, PfedlaError, check_affordable
-from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, normalise_or_own
-from pfedla.layers import choose, mix
+from pfedla.hypernetworks import FreeLayerWeights, LayerWeightHypernetwork, Normalise, layer_gradient, normalise_or_own
+from pfedla.layers import choose, mix, mix_few
 from pfedla.seeds import generator
 from pfedla.training import sgd
-from pfedla.tree import copies, finite_rows, put, take
+from pfedla.tree import copies, finite_rows, put_, take
+
+CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +31,11 @@ class PFedLA(Algorithm):
 
     retained_layers: Natural = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
+    hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
     hypernetwork_lr: Rate = 3.0  # measured: docs/algorithms/pfedla.md
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
-    normalise: Literal["softmax", "relu"] = "softmax"
+    normalise: Normalise = "softmax"
 
     def check(self, num_clients: int) -> None:
         if self.retained_layers > len(self.task.layers):
@@ -42,18 +45,25 @@ class PFedLA(Algorithm):
             )
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer')
-        what = f"hypernetworks of {num_clients} clients with hidden_size = {self.hidden_size}"
-        check_affordable(what, self.hypernetwork_numbers(num_clients))
+        compact = replace(self, hypernetwork="compact")
+        what = f"the {self.hypernetwork} hypernetworks of {num_clients} clients"
+        if self.hypernetwork == "network":
+            what += f" with hidden_size = {self.hidden_size}"
+        check_affordable(
+            what, self.hypernetwork_numbers(num_clients),
+            'hypernetwork = "compact"', compact.hypernetwork_numbers(num_clients),
+        )  # fmt: skip
 
     # Server
 
     def hypernetwork_numbers(self, num_clients: int) -> int:
         return num_clients * self._hypernetwork(num_clients).num_parameters
 
-    def _hypernetwork(self, num_clients: int) -> LayerWeightHypernetwork:
-        return LayerWeightHypernetwork(
-            num_clients, len(self.task.layers), self.embedding_size, self.hidden_size, self.normalise
-        )
+    def _hypernetwork(self, num_clients: int) -> LayerWeightHypernetwork | FreeLayerWeights:
+        num_layers = len(self.task.layers)
+        if self.hypernetwork == "compact":
+            return FreeLayerWeights(num_clients, num_layers, self.normalise)
+        return LayerWeightHypernetwork(num_clients, num_layers, self.embedding_size, self.hidden_size, self.normalise)
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {
@@ -62,30 +72,29 @@ class PFedLA(Algorithm):
         }
 
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
-        hypernetworks = server["hypernetworks"]
-        network = self._hypernetwork(len(hypernetworks["embedding"]))
-        pair = ids.repeat(2) if len(ids) == 1 else ids  # one alone would round differently than among others
-        return network.alpha(take(hypernetworks, pair), pair)[: len(ids)]
+        network = self._hypernetwork(_num_clients(server))
+        pair = _never_alone(ids)
+        return network.alpha(take(server["hypernetworks"], pair), pair)[: len(ids)]
 
     def alpha(self, server: ServerState) -> Tensor:
-        return self._alpha(server, torch.arange(len(server["hypernetworks"]["embedding"])))
+        return torch.cat([self._alpha(server, ids) for ids in torch.split(torch.arange(_num_clients(server)), CHUNK)])
 
-    def _cut_to_neighbours(self, alpha: Tensor, cohort: Cohort) -> Tensor:
-        """alpha with only the K largest of every row, the client itself always among them, renormalised."""
-        num_clients = alpha.shape[-1]
-        if self.neighbours == "all" or self.neighbours == num_clients:
-            return alpha
-        rows = []
+    def _neighbours(self, alpha: Tensor, cohort: Cohort, count: int) -> tuple[Tensor, Tensor]:
+        """Of every row of alpha the `count` largest weights, renormalised, and whose they are: [cohort, layers, count].
+
+        The client itself is always the first of them.
+        """
+        weights, senders = [], []
         for row, client in zip(alpha, cohort.ids.tolist(), strict=True):
             rank = row.clone()
             rank[:, client] = torch.inf
             # Equal weights (the uniform start) are ordered by the seed, else everyone would mix the first K clients.
             draw = torch.rand(rank.shape, generator=generator(cohort.seed, "neighbours", cohort.round, client))
             shuffled = draw.argsort(-1)
-            best = shuffled.gather(-1, rank.gather(-1, shuffled).argsort(dim=-1, descending=True, stable=True))
-            keep = torch.zeros_like(row, dtype=torch.bool).scatter_(-1, best[:, : self.neighbours], True)
-            rows.append(normalise_or_own(torch.where(keep, row, 0.0), client))  # ReLU weights may all be zero
-        return torch.stack(rows)
+            best = shuffled.gather(-1, rank.gather(-1, shuffled).argsort(dim=-1, descending=True, stable=True))[:, :count]
+            weights.append(normalise_or_own(row.gather(-1, best), own=0))  # ReLU weights may all be zero
+            senders.append(best)
+        return torch.stack(weights), torch.stack(senders)
 
     def _sent(self, alpha: Tensor, cohort: Cohort) -> Tensor:
         """All layers but the k with the largest self-weight (Eq. 12); ties go to the layer nearest the output."""
@@ -97,7 +106,10 @@ class PFedLA(Algorithm):
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         alpha = self._alpha(server, cohort.ids)
-        mixed = mix(self._cut_to_neighbours(alpha, cohort), server["models"], self.task.layers, cohort.ids)
+        if self.neighbours == "all" or self.neighbours == alpha.shape[-1]:
+            mixed = mix(alpha, server["models"], self.task.layers, cohort.ids)
+        else:
+            mixed = mix_few(*self._neighbours(alpha, cohort, self.neighbours), server["models"], self.task.layers)
         return Payload(mixed, self._sent(alpha, cohort))
 
     def upload_like(self, download: Payload) -> Payload:
@@ -112,18 +124,18 @@ class PFedLA(Algorithm):
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
-        wish = layer_gradient(delta, server["models"], self.task.layers)
+        wish = layer_gradient(delta, server["models"], self.task.layers, cohort.ids)
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
-        before = take(server["hypernetworks"], cohort.ids)
-        stepped = self._hypernetwork(wish.shape[-1]).step(before, cohort.ids, wish, self.hypernetwork_lr)
+        pair = _never_alone(cohort.ids)
+        before = take(server["hypernetworks"], pair)
+        wish = wish.expand(len(pair), -1, -1)
+        stepped = self._hypernetwork(wish.shape[-1]).step(before, pair, wish, self.hypernetwork_lr)
         # A finite but huge upload can overflow g; that client's weights then stay as they were.
-        sound = finite_rows(stepped, len(cohort.ids)).nonzero().squeeze(1)
-        stepped = put(before, sound, take(stepped, sound))
-        return {
-            "models": put(server["models"], cohort.ids, uploads.tensors),
-            "hypernetworks": put(server["hypernetworks"], cohort.ids, stepped),
-        }
+        sound = finite_rows(stepped, len(pair))[: len(cohort.ids)].nonzero().squeeze(1)
+        put_(server["hypernetworks"], cohort.ids[sound], take(stepped, sound))
+        put_(server["models"], cohort.ids, uploads.tensors)
+        return server
 
     # Client
 
@@ -144,6 +156,15 @@ class PFedLA(Algorithm):
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self._start(client, download)
+
+
+def _num_clients(server: ServerState) -> int:
+    return len(next(iter(server["models"].values())))
+
+
+def _never_alone(ids: Tensor) -> Tensor:
+    """One client's hypernetwork alone would round differently than among others, so it is taken twice."""
+    return ids.repeat(2) if len(ids) == 1 else ids
 
 
 @dataclass(frozen=True, kw_only=True)

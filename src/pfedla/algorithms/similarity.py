@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pfedla.algorithms.partial import KeepsAllModels
-from pfedla.contracts import Params, ServerState
+from pfedla.contracts import ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +20,8 @@ class LayerSimilarity(KeepsAllModels):
     name: ClassVar[str] = "layer-similarity"
     summary: ClassVar[str] = "per layer, a mix weighted by the similarity of the layers"
 
-    def _products(self, models: Params) -> tuple[Tensor, Tensor]:
-        """Inner products [clients, layers, clients], and squared lengths [clients, layers]."""
-        layers = self.task.layers
-        senders = len(next(iter(models.values())))
-        products = torch.zeros(senders, len(layers), senders, dtype=torch.float64)
-        squares = torch.zeros(senders, len(layers), dtype=torch.float64)
-        for name, value in models.items():
-            flat = value.flatten(1).double()
-            products[:, layers.index[name]] += flat @ flat.T
-            squares[:, layers.index[name]] += flat.square().sum(1)
-        return products, squares
-
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
-        # Of all, then those of `ids`: a row must not depend on who else is in the cohort, not even in its last bit.
-        products, squares = self._products(server["models"])
-        products = products[ids]
+        products, squares = self._products(server, ids)
         lengths = squares.sqrt()
         scale = lengths[ids].unsqueeze(-1) * lengths.T
         cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
@@ -50,6 +36,6 @@ class ModelSimilarity(LayerSimilarity):
     name: ClassVar[str] = "model-similarity"
     summary: ClassVar[str] = "a mix weighted by the similarity of the whole models"
 
-    def _products(self, models: Params) -> tuple[Tensor, Tensor]:
-        products, squares = super()._products(models)
+    def _products(self, server: ServerState, ids: Tensor) -> tuple[Tensor, Tensor]:
+        products, squares = super()._products(server, ids)
         return products.sum(1, keepdim=True).expand_as(products), squares.sum(1, keepdim=True).expand_as(squares)
