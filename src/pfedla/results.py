@@ -22,7 +22,7 @@ from torch import Tensor
 from pfedla import __version__
 from pfedla.checkpoint import Progress, differing
 from pfedla.console import Reporter
-from pfedla.contracts import Params
+from pfedla.contracts import Algorithm, Params
 from pfedla.data.federation import Federation
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
@@ -120,6 +120,10 @@ def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulat
         alpha = {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)}
         layers = {"layers": json.dumps(simulation.layer_names)}
         write_whole(path / "alpha.safetensors", lambda file: save_file(alpha, file, layers))
+    elif type(simulation.algorithm).alpha is not Algorithm.alpha:
+        folder.say(
+            f"{path}: the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it"
+        )
     (path / "models").mkdir(exist_ok=True)
     for client, model in enumerate(simulation.models):
         target = path / "models" / f"client-{client}.safetensors"

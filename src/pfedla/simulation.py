@@ -40,7 +40,7 @@ class Simulation:
     traffic: Traffic
     failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
     seconds: dict[str, float]  # by phase
-    alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
+    alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends; None if too large
     alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
     models: list[Params]  # every client's personal model
 
@@ -50,7 +50,7 @@ class Simulation:
 
     @property
     def alpha(self) -> Tensor | None:
-        """The learned weights at the end, [clients, layers, clients]; None for a method that learns none."""
+        """The learned weights at the end, [clients, layers, clients]; None if a method has none, or too many to keep."""
         return None if self.alphas is None else self.alphas[-1]
 
     @property
@@ -250,7 +250,10 @@ def simulate_method(
 
 
 def snapshot(progress: Progress, method: Algorithm) -> None:
-    """Take alpha as it is now."""
+    """Take alpha as it is now; none if a single one is too large to be kept."""
+    num_clients = len(progress.after_training)
+    if num_clients * len(method.task.layers) * num_clients > SNAPSHOT_NUMBERS:
+        return
     alpha = method.alpha(progress.server)
     if alpha is not None:
         progress.alphas.append(alpha)
