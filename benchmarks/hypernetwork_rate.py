@@ -1,6 +1,7 @@
 """Which rate of the hypernetwork? Measured on a validation split of the *training* data; the test data are not touched.
 
 python benchmarks/hypernetwork_rate.py digits classes
+python benchmarks/hypernetwork_rate.py digits classes --hypernetwork compact --rates 3,10,30
 python benchmarks/hypernetwork_rate.py fashion-mnist classes --rounds 30 --local-epochs 10 --seeds 0
 """
 
@@ -27,6 +28,7 @@ def validation(federation: Federation, seed: int) -> Federation:
 def main(
     dataset: str,
     partition: str,
+    hypernetwork: str = "network",
     rates: Annotated[str, typer.Option()] = "0.3,1,3,10",
     seeds: Annotated[str, typer.Option()] = "0,1,2",
     rounds: int = 20,
@@ -41,7 +43,7 @@ def main(
             result = simulate(
                 validation(built.federation, seed), built.algorithm.task.module, name, rounds=rounds, local_epochs=local_epochs,
                 lr=built.algorithm.training.lr, seed=seed, evaluate_every=rounds, progress=False,
-                **({} if rate is None else {"hypernetwork_lr": rate}),
+                **({} if rate is None else {"hypernetwork": hypernetwork, "hypernetwork_lr": rate}),
             )  # fmt: skip
             accuracies.append(100 * result.accuracy.mean().item())
             if result.alphas is not None:
