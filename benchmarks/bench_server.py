@@ -29,10 +29,12 @@ from pfedla.algorithms import create
 from pfedla.algorithms.pfedla import PFedLA
 from pfedla.contracts import Algorithm, Cohort, LocalTraining, Payload, ServerState
 from pfedla.data.federation import Examples, Federation
-from pfedla.models import build_model, task_of
+from pfedla.engines.allocator import keep_freed_memory
+from pfedla.models import build_model
 from pfedla.results import environment
 from pfedla.rounds import sample_cohort
 from pfedla.simulation import simulate
+from pfedla.tasks import task_of
 from pfedla.tree import take
 
 PARTICIPANTS, STEPS, LONG = 10, 9, 10.0  # a textbook step that takes longer (seconds) is the last of its kind
@@ -118,7 +120,8 @@ def textbook(algorithm: PFedLA, server: ServerState, cohort: Cohort, uploads: Up
 
 def measure(case: Case, steps: int) -> dict[str, Any]:
     """In this process, which should do nothing else."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # both as in a run
+    keep_freed_memory()
     algorithm = create("pfedla", task_of(module_of(case.parameters)), LocalTraining(0.01, 1, 32), case.options)
     server = algorithm.init_server(case.clients, 0)
     draws = torch.Generator().manual_seed(0)

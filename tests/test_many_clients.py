@@ -14,10 +14,11 @@ from pfedla.data.federation import Federation
 from pfedla.errors import PfedlaError
 from pfedla.hypernetworks import FreeLayerWeights, LayerWeightHypernetwork, layer_gradient, normalise_or_own
 from pfedla.layers import Layers, mix, mix_few
-from pfedla.models import build_model, task_of
+from pfedla.models import build_model
 from pfedla.rounds import everyone
 from pfedla.seeds import generator
 from pfedla.simulation import SNAPSHOT_NUMBERS, simulate
+from pfedla.tasks import task_of
 from pfedla.tree import BLOCK, by_blocks, take
 
 COMPACT = {"hypernetwork": "compact"}
