@@ -62,7 +62,7 @@ def test_rows_are_packed_into_as_few_blocks_as_their_places_allow(ids: list[int]
 
 
 @pytest.mark.parametrize("senders", [2, 10, 33, 100])
-@pytest.mark.parametrize("width", [1, 3, 10, 18, 100])
+@pytest.mark.parametrize("width", [1, 3, 4, 10, 16, 18, 100, 850, 1216, 9999, 12800])
 def test_products_do_not_depend_on_who_else_is_asked_for(senders: int, width: int) -> None:
     draws = torch.Generator().manual_seed(senders * width)
     layers = Layers.of(nn.Linear(width, 1))

@@ -89,13 +89,15 @@ def mix(alpha: Tensor, models: Params, layers: Layers, receivers: Tensor | None 
     >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
     {'weight': 3.0, 'bias': 2.5}
     """
-    ids = torch.arange(len(alpha)) if receivers is None else receivers
+    mixed: Params = {}
+    for part, ids in _with_places(models, len(alpha), receivers):
 
-    def mixed(rows: Params) -> Params:
-        weights = rows["alpha"]
-        return {name: weights[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in models.items()}
+        def mix_part(rows: Params, part: Params = part) -> Params:
+            weights = rows["alpha"]
+            return {name: weights[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in part.items()}
 
-    return {name: value.view(-1, *models[name].shape[1:]) for name, value in by_blocks(mixed, {"alpha": alpha}, ids).items()}
+        mixed |= by_blocks(mix_part, {"alpha": alpha}, ids)
+    return {name: mixed[name].view(-1, *value.shape[1:]) for name, value in models.items()}
 
 
 def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) -> Params:
@@ -117,16 +119,31 @@ def inner_products(rows: Params, models: Params, layers: Layers, ids: Tensor | N
 
     `ids` are the rows' clients, if they are not all of 0, 1, 2, …, as `receivers` of `mix`.
     """
+    some = next(iter(rows.values()))
+    found = some.new_zeros(len(some), len(layers), len(next(iter(models.values()))))
 
     def products(block: Params) -> Params:
-        some = next(iter(block.values()))
-        found = some.new_zeros(len(some), len(layers), len(next(iter(models.values()))))
+        total = found.new_zeros(len(next(iter(block.values()))), *found.shape[1:])
         for name, value in block.items():
-            found[:, layers.index[name]] += value.flatten(1) @ models[name].flatten(1).T
-        return {"products": found}
+            total[:, layers.index[name]] += value.flatten(1) @ models[name].flatten(1).T
+        return {"products": total}
 
-    count = len(next(iter(rows.values())))
-    return by_blocks(products, rows, torch.arange(count) if ids is None else ids)["products"]
+    for part, places in _with_places(rows, len(some), ids):
+        found += by_blocks(products, part, places)["products"]
+    return found
+
+
+def _with_places(stacked: Params, count: int, ids: Tensor | None) -> list[tuple[Params, Tensor]]:
+    """The tensors in parts, each with the numbers that give `count` rows their places in a block (tree.by_blocks).
+
+    A row that begins at a multiple of 16 bytes rounds the same in every place, so these are packed as they come: ten
+    participants of a thousand are one block, where their ids would make two or three. Other rows' places are their ids'.
+    """
+    parts: dict[bool, Params] = {}
+    for name, value in stacked.items():
+        parts.setdefault(value[0].numel() * value.element_size() % 16 == 0, {})[name] = value
+    as_they_come = torch.arange(count)
+    return [(part, as_they_come if aligned or ids is None else ids) for aligned, part in parts.items()]
 
 
 def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:

@@ -46,9 +46,9 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
 def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor) -> Params:
     """`function` of stacked rows, called on BLOCK of them at a time, each in a place that its id decides, the others zero.
 
-    A product of more or fewer rows takes other paths through the library and rounds differently, and narrow products round
-    by the place of a row too, but never by what stands in the other rows; so a client's row comes out the same whoever else
-    is asked for. There are as few blocks as the places allow.
+    A product of more or fewer rows takes other paths through the library and rounds differently, and a row may round by its
+    place too, but never by what stands in the other rows; so a client's row comes out the same whoever else is asked for.
+    There are as few blocks as the places allow.
     """
     places = ids % BLOCK
     blocks = _earlier_equal(places)
