@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 
 from pfedla.layers import Layers, inner_products
 from pfedla.tree import Params, copies
@@ -86,12 +86,16 @@ class LayerWeightHypernetwork:
         The heads' part is written out: it is an outer product that need not be made in memory before it is added.
         """
         weight, bias = (tensors[name] for name in HEADS)
-        body = {name: value for name, value in tensors.items() if name not in HEADS}
-        hidden, pull_back = vjp(vmap(self._hidden_of_one), body)[:2]
+        body = {name: value.detach().requires_grad_() for name, value in tensors.items() if name not in HEADS}
+        traced = vmap(self._hidden_of_one)(body)
+        hidden = traced.detach()
         logits = (weight.flatten(1, 2) @ hidden.unsqueeze(-1)).view_as(bias) + bias
         slope = self._free().slope(logits, own, gradient)
-        (ascent,) = pull_back((slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1))
-        moved = {name: torch.add(value, ascent[name], alpha=lr) for name, value in body.items()}
+        pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
+        ascent = torch.autograd.grad(traced, list(body.values()), pull)
+        moved = {
+            name: torch.add(value.detach(), part, alpha=lr) for (name, value), part in zip(body.items(), ascent, strict=True)
+        }
         moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None], value=lr)
         moved["heads.bias"] = torch.add(bias, slope, alpha=lr)
         return moved
@@ -125,8 +129,8 @@ class FreeLayerWeights:
 
     def slope(self, logits: Tensor, own: Tensor, gradient: Tensor) -> Tensor:
         """dObjective/dlogits from dObjective/dalpha."""
-        slope: Tensor = vjp(lambda at: vmap(self._alpha_of_one)(at, own), logits)[1](gradient)[0]
-        return slope
+        leaf = logits.detach().requires_grad_()
+        return torch.autograd.grad(vmap(self._alpha_of_one)(leaf, own), leaf, gradient)[0]
 
     def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
         logits = tensors["logits"]

@@ -1,12 +1,17 @@
 """Stacked dictionaries: the same names, one leading client axis."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Params = dict[str, Tensor]
 BLOCK = 16  # rows
+
+R = TypeVar("R")
 
 
 def take(stacked: Params, index: Tensor | int) -> Params:
@@ -48,19 +53,31 @@ def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor) -
 
     A product of more or fewer rows takes other paths through the library and rounds differently, and a row may round by its
     place too, but never by what stands in the other rows; so a client's row comes out the same whoever else is asked for.
-    There are as few blocks as the places allow.
+    There are as few blocks as the places allow; where a product takes one thread, as in the engines, there is a block a core.
     """
     places = ids % BLOCK
     blocks = _earlier_equal(places)
-    result: Params = {}
-    for block in range(int(blocks.max()) + 1 if len(ids) else 1):
+
+    def of(block: int) -> tuple[Tensor, Params]:
         here = (blocks == block).nonzero().squeeze(1)
         filled = {name: value.new_zeros(BLOCK, *value.shape[1:]) for name, value in rows.items()}
         put_(filled, places[here], take(rows, here))
-        part = function(filled)
+        return here, take(function(filled), places[here])
+
+    result: Params = {}
+    for here, part in _map(of, range(int(blocks.max()) + 1 if len(ids) else 1)):
         result = result or {name: value.new_empty(len(ids), *value.shape[1:]) for name, value in part.items()}
-        put_(result, here, take(part, places[here]))
+        put_(result, here, part)
     return result
+
+
+def _map(function: Callable[[int], R], numbers: range) -> Iterator[R]:
+    cores = os.cpu_count() or 1
+    if len(numbers) == 1 or cores == 1 or torch.get_num_threads() > 1:
+        yield from map(function, numbers)
+    else:
+        with ThreadPoolExecutor(cores, "block", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield from pool.map(function, numbers)
 
 
 def _earlier_equal(values: Tensor) -> Tensor:
