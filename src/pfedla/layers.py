@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from pfedla.errors import unknown
 from pfedla.tree import Params, by_blocks
 
+REGISTER = 64  # bytes, of the widest vector registers
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -136,12 +138,12 @@ def inner_products(rows: Params, models: Params, layers: Layers, ids: Tensor | N
 def _with_places(stacked: Params, count: int, ids: Tensor | None) -> list[tuple[Params, Tensor]]:
     """The tensors in parts, each with the numbers that give `count` rows their places in a block (tree.by_blocks).
 
-    A row that begins at a multiple of 16 bytes rounds the same in every place, so these are packed as they come: ten
+    Rows that begin at multiples of a vector register round the same in every place, so these are packed as they come: ten
     participants of a thousand are one block, where their ids would make two or three. Other rows' places are their ids'.
     """
     parts: dict[bool, Params] = {}
     for name, value in stacked.items():
-        parts.setdefault(value[0].numel() * value.element_size() % 16 == 0, {})[name] = value
+        parts.setdefault(value[0].numel() * value.element_size() % REGISTER == 0, {})[name] = value
     as_they_come = torch.arange(count)
     return [(part, as_they_come if aligned or ids is None else ids) for aligned, part in parts.items()]
 
