@@ -5,6 +5,7 @@ python benchmarks/fill_docs.py
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,23 @@ def choice_table(report: dict[str, Any]) -> str:
     return table(bench_choice.COLUMNS, [bench_choice.cells(found) for found in report["results"]])
 
 
+def server_table(report: dict[str, Any]) -> str:
+    sizes = (10, 100, 500, 1_000, 10_000)
+    cells: dict[str, dict[int, str]] = {}
+    for one in report["steps"]:
+        median = 1e3 * statistics.median(one["seconds"])
+        cell = f"{median:,.0f} / {one['peak_bytes'] / 2**30:.2f}"
+        cells.setdefault(one["label"], {})[one["clients"]] = cell
+    header = ["median ms / peak GiB", *(f"N = {size:,}" for size in sizes)]
+    body = table(header, [[label, *(found.get(size, "") for size in sizes)] for label, found in cells.items()])
+    whole = report["simulation"]
+    return (
+        f"{body}\n\nA whole simulation of {whole['rounds']} rounds, 10 of {whole['clients']:,} clients with the paper's CNN, "
+        f'`hypernetwork = "compact"`, `neighbours = 5`, all personal models evaluated and kept: {whole["seconds"]:.0f} s, '
+        f"{whole['peak_bytes'] / 2**30:.2f} GiB at its peak."
+    )
+
+
 def filled(text: str, mark: str, content: str) -> str:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
     text, count = re.subn(pattern, lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text, flags=re.S)
@@ -47,7 +65,7 @@ def filled(text: str, mark: str, content: str) -> str:
 
 def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for mark, make in (("round", round_tables), ("phases", phases_table), ("choice", choice_table)):
+    for mark, make in (("round", round_tables), ("phases", phases_table), ("choice", choice_table), ("server", server_table)):
         report = HERE / "results" / f"{mark}.json"
         if report.exists():
             text = filled(text, mark, make(json.loads(report.read_text(encoding="utf-8"))))

@@ -107,6 +107,17 @@ def test_compiled_steps_come_to_the_numbers_of_the_plain_ones(kind: str) -> None
     assert moved.abs().max() > 1e-3  # the tolerance above would see a lost step
 
 
+def test_a_compiled_step_takes_tensors_in_any_order() -> None:
+    torch.manual_seed(0)
+    task = task_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    compiled = task.compiled((4,), LocalTraining(0.1, 1, 8))
+    parameters, x, y = task.initial(), torch.randn(8, 4), torch.randint(0, 3, (8,))
+    wanted = task.step(parameters, {}, x, y, 0.1)
+    found = compiled.step(dict(reversed(parameters.items())), {}, x, y, 0.1)
+    assert list(found[0]) == list(reversed(parameters))
+    torch.testing.assert_close({name: found[0][name] for name in wanted[0]}, wanted[0])
+
+
 def test_a_model_that_cannot_be_compiled_says_what_to_do() -> None:
     class Branches(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

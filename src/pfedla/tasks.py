@@ -178,8 +178,8 @@ class CompiledTask(DirectTask):
     """The whole step of a full batch (forward, backward, update) as one compiled function; other batches go uncompiled.
 
     So there is one thing to compile whatever the clients' sizes; torch keeps its compiled code on disk for the next process.
-    Traced and compiled here and now, without torch.compile's look at every call: that costs more than a twentieth of a small
-    network's step, and two threads in it at once came to wrong numbers.
+    Traced and compiled here and now, without torch.compile's look at every call: that costs a twentieth of a small network's
+    step, and several threads in it at once had it compile again.
     """
 
     def __init__(self, task: ClassificationTask, shape: tuple[int, ...], training: LocalTraining) -> None:
@@ -189,6 +189,7 @@ class CompiledTask(DirectTask):
         self._training = training
         initial = {name: self.laid_out(value) for name, value in self.initial().items()}
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
+        self._order = [*parameters, *statistics]
         count, module = len(parameters), task._own_copy("train")
         gradient = grad_and_value(loss_of, argnums=1, has_aux=True)
 
@@ -205,7 +206,10 @@ class CompiledTask(DirectTask):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as it will be called: the compiled code is for one number of threads
         try:
-            self._compiled = _inductor.compile(make_fx(whole_step)(*tensors), tensors)
+            graph = make_fx(whole_step)(*tensors)
+            for node in graph.graph.nodes:
+                node.meta.clear()  # of the tracing's own fake tensors, which the compiler would take for its own
+            self._compiled = _inductor.compile(graph, tensors, {"cpp_wrapper": True})  # no Python between its parts
         except Exception as error:  # the tracer's and the compiler's own kinds
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PfedlaError(f"the model's training step cannot be compiled ({reason}); use --compile off") from error
@@ -215,11 +219,10 @@ class CompiledTask(DirectTask):
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> tuple[Params, Tensor, Params]:
         if len(y) != self._training.batch_size or lr != self._training.lr:
             return super().step(parameters, statistics, x, y, lr)
-        tensors = [self.laid_out(value) for value in (x, y, *parameters.values(), *statistics.values())]
-        loss, *updated = self._compiled(*tensors)
-        count = len(parameters)
-        moved, after = zip(parameters, updated[:count], strict=True), zip(statistics, updated[count:], strict=True)
-        return dict(moved), loss, dict(after)
+        given = {**parameters, **statistics}
+        loss, *updated = self._compiled(self.laid_out(x), y, *(self.laid_out(given[name]) for name in self._order))
+        after = dict(zip(self._order, updated, strict=True))
+        return {name: after[name] for name in parameters}, loss, {name: after[name] for name in statistics}
 
 
 def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
