@@ -98,7 +98,7 @@ def mix(alpha: Tensor, models: Params, layers: Layers, receivers: Tensor | None 
             weights = rows["alpha"]
             return {name: weights[:, layers.index[name]].to(value.dtype) @ value.flatten(1) for name, value in part.items()}
 
-        mixed |= by_blocks(mix_part, {"alpha": alpha}, ids)
+        mixed |= by_blocks(mix_part, {"alpha": alpha}, ids, large=_is_large(part))
     return {name: mixed[name].view(-1, *value.shape[1:]) for name, value in models.items()}
 
 
@@ -131,8 +131,13 @@ def inner_products(rows: Params, models: Params, layers: Layers, ids: Tensor | N
         return {"products": total}
 
     for part, places in _with_places(rows, len(some), ids):
-        found += by_blocks(products, part, places)["products"]
+        found += by_blocks(products, part, places, large=_is_large({name: models[name] for name in part}))["products"]
     return found
+
+
+def _is_large(models: Params) -> bool:
+    """Whether a product with them takes longer than starting threads."""
+    return sum(value.numel() for value in models.values()) > 2**22
 
 
 def _with_places(stacked: Params, count: int, ids: Tensor | None) -> list[tuple[Params, Tensor]]:

@@ -48,12 +48,13 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     }
 
 
-def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor) -> Params:
+def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor, *, large: bool = False) -> Params:
     """`function` of stacked rows, called on BLOCK of them at a time, each in a place that its id decides, the others zero.
 
     A product of more or fewer rows takes other paths through the library and rounds differently, and a row may round by its
     place too, but never by what stands in the other rows; so a client's row comes out the same whoever else is asked for.
-    There are as few blocks as the places allow; where a product takes one thread, as in the engines, there is a block a core.
+    There are as few blocks as the places allow; if they are `large`, and a product takes one thread, as in the engines, there
+    is a block a core.
     """
     places = ids % BLOCK
     blocks = _earlier_equal(places)
@@ -65,15 +66,15 @@ def by_blocks(function: Callable[[Params], Params], rows: Params, ids: Tensor) -
         return here, take(function(filled), places[here])
 
     result: Params = {}
-    for here, part in _map(of, range(int(blocks.max()) + 1 if len(ids) else 1)):
+    for here, part in _map(of, range(int(blocks.max()) + 1 if len(ids) else 1), large):
         result = result or {name: value.new_empty(len(ids), *value.shape[1:]) for name, value in part.items()}
         put_(result, here, part)
     return result
 
 
-def _map(function: Callable[[int], R], numbers: range) -> Iterator[R]:
+def _map(function: Callable[[int], R], numbers: range, large: bool) -> Iterator[R]:
     cores = os.cpu_count() or 1
-    if len(numbers) == 1 or cores == 1 or torch.get_num_threads() > 1:
+    if not large or len(numbers) == 1 or cores == 1 or torch.get_num_threads() > 1:
         yield from map(function, numbers)
     else:
         with ThreadPoolExecutor(cores, "block", initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -16,9 +16,9 @@ Compile = Literal["auto", "on", "off"]
 
 # On a CPU one stacked product for all clients wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
-# Seconds of training saved per second of training, by the default models; compiling takes 15 to 30 s itself, so `auto` asks
-# for a gain that a run of a few minutes has back.
-COMPILE_GAIN = {"cnn": 0.1, "cnn-bn": 0.1, "small-cnn": 0.2, "mlp": 0.4}
+# How much faster a compiled step is, by model; compiling takes 15 to 30 s itself, so `auto` asks for a gain that a run of a
+# minute or two has back.
+COMPILE_GAIN = {"cnn": 0.2, "cnn-bn": 0.15, "small-cnn": 0.2, "mlp": 0.4}
 WORTH_COMPILING = 0.5
 
 
