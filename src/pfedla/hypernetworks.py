@@ -92,7 +92,7 @@ class LayerWeightHypernetwork:
         logits = (weight.flatten(1, 2) @ hidden.unsqueeze(-1)).view_as(bias) + bias
         slope = self._free().slope(logits, own, gradient)
         pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
-        ascent = torch.autograd.grad(traced, list(body.values()), pull)
+        ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))  # of a number: a vector takes torch an import
         moved = {
             name: torch.add(value.detach(), part, alpha=lr) for (name, value), part in zip(body.items(), ascent, strict=True)
         }
@@ -130,7 +130,7 @@ class FreeLayerWeights:
     def slope(self, logits: Tensor, own: Tensor, gradient: Tensor) -> Tensor:
         """dObjective/dlogits from dObjective/dalpha."""
         leaf = logits.detach().requires_grad_()
-        return torch.autograd.grad(vmap(self._alpha_of_one)(leaf, own), leaf, gradient)[0]
+        return torch.autograd.grad((vmap(self._alpha_of_one)(leaf, own) * gradient).sum(), leaf)[0]
 
     def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
         logits = tensors["logits"]
