@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.experiment import Experiment, build
-from pfedla.models import model_for
+from pfedla.models import PaperCNN, model_for
 
 CLASSES = 10
 TEST_SHARE = 0.3
@@ -77,19 +77,11 @@ def loaders(path: Path, work: Work) -> list[DataLoader[tuple[Tensor, ...]]]:
     return [DataLoader(dataset, work.batch_size, shuffle=True) for dataset in datasets]
 
 
-class TextbookCNN(nn.Module):
+class TextbookCNN(PaperCNN):
     """The paper's CNN as tutorials write it: convolution, (BatchNorm,) ReLU, then the pooling."""
 
     def __init__(self, shape: tuple[int, ...], batch_norm: bool) -> None:
-        super().__init__()
-        rows, columns = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
-        self.conv1 = nn.Conv2d(shape[0], 16, 5)
-        self.bn1 = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
-        self.conv2 = nn.Conv2d(16, 32, 5)
-        self.bn2 = nn.BatchNorm2d(32) if batch_norm else nn.Identity()
-        self.fc1 = nn.Linear(32 * rows * columns, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, CLASSES)
+        super().__init__(shape, CLASSES, batch_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)

@@ -51,12 +51,8 @@ class PerFedAvg(SendsParameters):
         norm = torch.stack([value.square().sum() for value in direction.values()]).sum().sqrt()
         # Departs from the paper: it moves w by δg, which for a large g is far away (and then NaN); here by δ at most.
         step = self.delta / norm.clamp(min=1)
-        ahead, behind = (
-            self.task.gradient({n: value + sign * step * direction[n] for n, value in parameters.items()}, statistics, *batch)[
-                0
-            ]
-            for sign in (1, -1)
-        )
+        moved = ({n: value + sign * step * direction[n] for n, value in parameters.items()} for sign in (1, -1))
+        ahead, behind = (self.task.gradient(there, statistics, *batch)[0] for there in moved)
         return {name: (value - behind[name]) / (2 * step) for name, value in ahead.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:

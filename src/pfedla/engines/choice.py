@@ -16,8 +16,8 @@ Compile = Literal["auto", "on", "off"]
 
 # On a CPU one stacked product for all clients wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
-# How much faster a compiled step is, by model; compiling takes 15 to 30 s itself, so `auto` asks for a gain that a run of a
-# minute or two has back.
+# How much faster a compiled step is, by model, at the least of its sizes; compiling takes 15 to 30 s itself, so `auto` asks
+# for a gain that a run of a minute or two has back.
 COMPILE_GAIN = {"cnn": 0.26, "cnn-bn": 0.12, "small-cnn": 0.37, "mlp": 0.21}
 WORTH_COMPILING = 0.5
 
