@@ -85,9 +85,9 @@ def test_it_is_off_by_default_and_leaves_the_batches_alone(photos: Federation) -
     assert LocalTraining(0.1, 1, 1).augment is False
     cohort = everyone(photos.num_examples, 1, 0)
     plain, shaken = (
-        create_engine("threaded", algorithm(augment), photos, device="cpu", threads=1, recalibrate="unsampled")._local_data(
-            cohort, 0
-        )
+        create_engine("threaded", algorithm(augment), photos, device="cpu", threads=1, recalibrate="unsampled")
+        .client(0)
+        .local_data(cohort)
         for augment in (False, True)
     )
     assert torch.equal(plain.order, shaken.order)

@@ -104,7 +104,8 @@ def test_a_straggler_does_the_first_of_its_epochs(name: str, federation: Federat
         for client in range(len(federation)):
             epochs = faults.epochs(who, client, 4)
             assert 1 <= epochs < 4
-            short, whole = engine._local_data(who, client, engine._epochs(who, client)), engine._local_data(who, client)
+            one = engine.client(client)
+            short, whole = one.local_data(who, engine._epochs(who, client)), one.local_data(who)
             assert torch.equal(short.order, whole.order[:epochs])
         downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
         late, in_time = (

@@ -223,7 +223,7 @@ def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None
 def test_the_held_out_split_is_fixed_once_and_apart_from_training_and_test(federation: Federation) -> None:
     with create_engine("threaded", fedfomo(), federation, device="cpu", threads=1, recalibrate="never") as engine:
         for client, (x, y) in enumerate(federation.train):
-            first, later = (engine._local_data(everyone(federation.num_examples, round, 0), client) for round in (1, 7))
+            first, later = (engine.client(client).local_data(everyone(federation.num_examples, round, 0)) for round in (1, 7))
             assert torch.equal(first.held_out_x, later.held_out_x)
             assert torch.equal(first.held_out_y, later.held_out_y)
             assert torch.equal(first.x, later.x)

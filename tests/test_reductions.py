@@ -14,7 +14,7 @@ from pfedla.algorithms import ALGORITHMS
 from pfedla.contracts import ServerState
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
-from pfedla.engines.clients import SimulatedClients
+from pfedla.engines.client import Client
 from pfedla.rounds import everyone
 from pfedla.seeds import generator
 from pfedla.training import batch_bounds
@@ -122,12 +122,12 @@ def test_a_last_batch_of_one_joins_the_one_before() -> None:
 def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full batches, all candidates and all examples, so that what is drawn for a client by its number does not matter."""
 
-    def hold_out_the_first(self, client: int, seed: int) -> tuple[Examples, Examples]:
-        x, y = self.federation.train[client]
+    def hold_out_the_first(self: Client, seed: int) -> tuple[Examples, Examples]:
+        x, y = self.train
         return Examples(x[2:], y[2:]), Examples(x[:2], y[:2])
 
     if name == "fedfomo":
-        monkeypatch.setattr(SimulatedClients, "_split", hold_out_the_first)
+        monkeypatch.setattr(Client, "split", hold_out_the_first)
     options = {"fedala": {"sample_share": 1.0}, "fedfomo": {"candidates": 5}}.get(name, {})
     federation = toy_federation()
     order = [3, 0, 5, 1, 4, 2]

@@ -120,7 +120,7 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
     cohort = everyone(federation.num_examples, 1, 0)
     with engine:
         (answer,) = engine.train(cohort, algorithm.download(algorithm.init_server(1, 0), cohort))
-        order = engine._local_data(cohort, 0).order
+        order = engine.client(0).local_data(cohort).order
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     module.train()
     for epoch in range(epochs):

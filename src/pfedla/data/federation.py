@@ -22,45 +22,21 @@ class Examples(NamedTuple):
     y: Tensor
 
 
-class Federation:
-    """The partitioned data: for each client its training and test examples, and how to normalise them."""
+class Outline:
+    """What a server knows of a federation: its clients' numbers of examples and what an example is, not the examples."""
 
     def __init__(
-        self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
-        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0,
-        subset: str = "",
+        self, shape: tuple[int, ...], classes: tuple[str, ...], num_examples: Tensor, mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0, subset: str = "",
     ) -> None:  # fmt: skip
-        self.train, self.test = tuple(train), tuple(test)
-        self.classes, self.mean, self.std = classes, mean, std
+        self.shape, self.classes, self.mean, self.std = shape, classes, mean, std
+        self.num_examples = num_examples  # [clients], for training
+        self.names = names or tuple(map(str, range(len(num_examples))))
         self.leaked_share = leaked_share  # of the test examples: those that train another client
         self.subset = subset  # the file that stood in for the official ones, if one did
-        self.names = names or tuple(map(str, range(len(self.train))))
-        for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
-            if not len(examples.y) or not len(tests.y):
-                raise PfedlaError(
-                    f"client {name} has {len(examples.y)} training and {len(tests.y)} test examples: it needs both"
-                )
-        self.num_examples = torch.tensor([len(examples.y) for examples in self.train])
 
     def __len__(self) -> int:
-        return len(self.train)
-
-    def __repr__(self) -> str:
-        sizes = self.num_examples
-        return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.train[0].x.shape[1:])
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all examples and labels in their order, and of how they are normalised."""
-        digest = hashlib.sha256(repr((self.classes, self.mean, self.std, self.names)).encode())
-        for x, y in (*self.train, *self.test):
-            digest.update(repr((x.dtype, tuple(x.shape))).encode())
-            for part in (x, y):
-                digest.update(part.contiguous().numpy().data)
-        return digest.hexdigest()
+        return len(self.num_examples)
 
     def check_images(self) -> None:
         if len(self.shape) != 3:
@@ -72,6 +48,37 @@ class Federation:
             return x.float()
         mean, std = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return (x.float() - mean) / std
+
+
+class Federation(Outline):
+    """The partitioned data: for each client its training and test examples, and how to normalise them."""
+
+    def __init__(
+        self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
+        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0,
+        subset: str = "",
+    ) -> None:  # fmt: skip
+        self.train, self.test = tuple(train), tuple(test)
+        sizes = torch.tensor([len(examples.y) for examples in self.train])
+        super().__init__(tuple(self.train[0].x.shape[1:]), classes, sizes, mean, std, names, leaked_share, subset)
+        for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
+            if not len(examples.y) or not len(tests.y):
+                raise PfedlaError(
+                    f"client {name} has {len(examples.y)} training and {len(tests.y)} test examples: it needs both"
+                )
+
+    def __repr__(self) -> str:
+        sizes = self.num_examples
+        return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all examples and labels in their order, and of how they are normalised."""
+        digest = hashlib.sha256(repr((self.classes, self.mean, self.std, self.names)).encode())
+        for x, y in (*self.train, *self.test):
+            digest.update(repr((x.dtype, tuple(x.shape))).encode())
+            for part in (x, y):
+                digest.update(part.contiguous().numpy().data)
+        return digest.hexdigest()
 
     def class_counts(self) -> Array:
         """[clients, 2 (train, test), classes]"""

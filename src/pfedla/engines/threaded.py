@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from pfedla.contracts import Algorithm, Cohort, LocalResult, Params, Payload, Task
-from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, Test, attempt, own_row
+from pfedla.contracts import Algorithm, Answer, ClientState, Cohort, Payload, Task
+from pfedla.engines.client import Test
+from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, attempt, own_row
 from pfedla.errors import Stopped
-from pfedla.training import evaluate
 
 R = TypeVar("R")
 
@@ -24,24 +24,19 @@ class ThreadedEngine(SimulatedClients):
         return task.compiled(shape, algorithm.training) if self.compile else task.direct(shape)
 
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
-        def one(row: int, client: int) -> tuple[LocalResult, Test]:
+        def one(row: int, client: int) -> tuple[ClientState, Answer]:
             if self.stopping():
                 raise Stopped
-            data = self._local_data(cohort, client, self._epochs(cohort, client))
-            result = self.algorithm.local_update(self._clients[client], own_row(downloads, row), data)
-            return result, self._test(result.model, client)
+            epochs = self._epochs(cohort, client)
+            return self.client(client).update(self._clients[client], own_row(downloads, row), cohort, epochs)
 
         return self._map(one, cohort)
 
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
         def one(row: int, client: int) -> Test:
-            return self._test(self._personal(cohort, client, own_row(downloads, row)), client)
+            return self.client(client).tested(self._personal(cohort, client, own_row(downloads, row)))
 
         return [UNKNOWN if isinstance(test, Exception) else test for test in self._map(one, cohort)]
-
-    def _test(self, model: Params, client: int) -> Test:
-        with torch.no_grad():
-            return evaluate(self.algorithm.task, model, *self._test_data(client))
 
     def _map(self, function: Callable[[int, int], R], cohort: Cohort) -> list[R | Exception]:
         if self._pool is None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from pfedla.contracts import Cohort, LocalData, LocalResult, Params, Payload
-from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, Test, attempt, own_row
+from pfedla.contracts import Answer, ClientState, Cohort, LocalData, LocalResult, Params, Payload
+from pfedla.engines.client import Test
+from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, attempt, own_row
 from pfedla.errors import Stopped
 from pfedla.training import EVALUATION_BATCH, evaluate
 from pfedla.tree import stack, take
@@ -54,11 +55,11 @@ class VectorizedEngine(SimulatedClients):
 
     def _train_group(
         self, cohort: Cohort, rows: list[int], downloads: Payload, epochs: list[int]
-    ) -> dict[int, tuple[LocalResult, Test]]:
+    ) -> dict[int, tuple[ClientState, Answer]]:
         if self.stopping():
             raise Stopped
         clients = cohort.ids[rows].tolist()
-        data = zip(*(self._local_data(cohort, client, epochs[rows[0]]) for client in clients), strict=True)
+        data = zip(*(self.client(client).local_data(cohort, epochs[rows[0]]) for client in clients), strict=True)
         states = stack([self._clients[client] for client in clients])
         results: LocalResult = vmap(self.algorithm.local_update)(
             states, downloads.rows(torch.tensor(rows)), LocalData(*map(torch.stack, data))
@@ -69,7 +70,9 @@ class VectorizedEngine(SimulatedClients):
             # A clone: the client's state outlives the round, a view would keep the whole cohort's alive.
             state = {name: value[position].clone() for name, value in results.client.items()}
             upload, model = results.upload.rows(position), take(results.model, position)
-            answers[row] = LocalResult(state, upload, model, results.loss[position]), tests[position]
+            result = LocalResult(state, upload, model, results.loss[position])
+            client = clients[position]
+            answers[row] = state, self.client(client).answer(self._clients[client], result, tests[position])
         return answers
 
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
@@ -111,7 +114,7 @@ class VectorizedEngine(SimulatedClients):
             yield from (part.tolist() for part in torch.tensor(rows).tensor_split(chunks))
 
     def _test(self, models: Params, clients: Sequence[int]) -> list[Test]:
-        x, y = map(torch.stack, zip(*(self._test_data(client) for client in clients), strict=True))
+        x, y = map(torch.stack, zip(*(self.client(client).test_data() for client in clients), strict=True))
         with torch.no_grad():
             correct, loss = vmap(lambda *one: evaluate(self.algorithm.task, *one))(models, x, y)
         return list(zip(correct, loss, strict=True))
