@@ -7,14 +7,17 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pfedla.errors import PfedlaError, shown
 from pfedla.tree import Params
 
+NPY_HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 LARGEST_JSON = 64 * 2**20  # bytes
 DTYPES = {  # as safetensors names them
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -51,6 +54,21 @@ def _check_header(path: Path, file: Any, expected: Params) -> None:
 
 def _word(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
+    """An array in numpy's format of `size` bytes, once what its head claims is known to be there: numpy would allocate it
+    unseen. Raises ValueError."""
+    try:
+        shape, _, dtype = NPY_HEADS[np.lib.format.read_magic(file)](file)
+    except Exception as error:  # numpy reads the head as Python: of a damaged one, the parser may raise anything
+        raise ValueError(f"{name} does not begin as a plain array: {str(error)[:80]}") from None
+    claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if not dtype.hasobject and (claimed != there or not dtype.itemsize):
+        raise ValueError(f"{name} claims {claimed} bytes and has {there}")
+    file.seek(0)
+    array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:

@@ -1,6 +1,5 @@
 """The user's own arrays, and what every data set is: plain arrays. Nothing is ever unpickled."""
 
-import math
 import zipfile
 import zlib
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfedla.errors import PfedlaError
+from pfedla.files import read_plain_array
 
 Array = npt.NDArray[Any]
 PLAIN = "save plain arrays with numpy.savez (names as y.astype(str))"
@@ -19,7 +19,6 @@ LARGE, DENSEST = 2**28, 200  # an array of more bytes may not unpack to more tim
 MOST_NUMBERS, MOST_EXAMPLES, MOST_CHANNELS = 2**31, 2**27, 1024
 MOST_DIFFERENT = {"y": 10_000, "client": 100_000}
 LONGEST_NAME = 1000  # characters
-HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 UNREADABLE = (  # what numpy and zipfile raise on damaged files
     OSError, ValueError, TypeError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -85,16 +84,7 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
     if size > LARGEST or (size > LARGE and size > DENSEST * member.compress_size):
         raise ValueError(f"{member.filename} would unpack to {size} bytes; if that is right, save it unpacked or save less")
     with archive.open(member) as file:
-        try:
-            shape, _, dtype = HEADS[np.lib.format.read_magic(file)](file)
-        except Exception as error:  # numpy reads the head as Python: of a damaged one, the parser may raise anything
-            raise ValueError(f"{member.filename} does not begin as a plain array: {str(error)[:80]}") from None
-        claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-        if not dtype.hasobject and (claimed != there or not dtype.itemsize):
-            raise ValueError(f"{member.filename} claims {claimed} bytes and has {there}")
-        file.seek(0)
-        array: Array = np.lib.format.read_array(file, allow_pickle=False)
-    return array
+        return read_plain_array(file, size, member.filename)
 
 
 def dataset_of(name: str, x: Array, y: Array, client: Array | None = None, test: Array | None = None) -> Dataset:

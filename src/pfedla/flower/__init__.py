@@ -1,0 +1,1 @@
+"""Clients behind Flower: the only place that imports flwr (the extra `pfedla[flower]`)."""

@@ -1,0 +1,148 @@
+"""Payloads as Flower's records: the tensors of the sent layers, nothing for the others; what comes is checked before use.
+
+A tensor travels as Flower sends every array, in numpy's own format: its numbers and a header of HEADER_BYTES.
+"""
+
+import io
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor
+
+from pfedla.contracts import Answer, Failure, Params, Payload
+from pfedla.errors import PfedlaError, shown
+from pfedla.files import read_plain_array
+from pfedla.layers import Layers
+from pfedla.tree import is_finite
+
+HEADER_BYTES = 128
+TENSORS, EXTRAS, CONFIG, METRICS = "tensors", "extras", "config", "metrics"
+Scalar = bool | int | float | str
+
+
+class Wire(NamedTuple):
+    """What has crossed the wire: the bytes of arrays with their headers, and how many arrays."""
+
+    num_bytes: int = 0
+    num_arrays: int = 0
+
+
+def encoded(tensors: Params) -> ArrayRecord:
+    return ArrayRecord({name: Array(value.detach().contiguous().numpy()) for name, value in tensors.items()})
+
+
+def encoded_payload(payload: Payload, layers: Layers) -> RecordDict:
+    """One client's payload; the mask of the sent layers goes along."""
+    sent = {name: value for name, value in payload.tensors.items() if payload.sent[layers.index[name]]}
+    mask = ConfigRecord({"sent": [int(one) for one in payload.sent.tolist()]})
+    return RecordDict({TENSORS: encoded(sent), EXTRAS: encoded(payload.extras), CONFIG: mask})
+
+
+def wire_of(content: RecordDict) -> Wire:
+    arrays = [array for record in content.array_records.values() for array in record.values()]
+    return Wire(sum(len(array.data) for array in arrays), len(arrays))
+
+
+def decoded(record: object, limit: int, most: int) -> Params:
+    """The tensors of a record that a stranger made: at most so many bytes and arrays, each what its head says."""
+    if not isinstance(record, ArrayRecord):
+        raise PfedlaError(f"there are no arrays but {shown(record)}")
+    if len(record) > most or sum(len(array.data) for array in record.values()) > limit + HEADER_BYTES * len(record):
+        raise PfedlaError(f"{len(record)} arrays of {sum(len(a.data) for a in record.values())} bytes: more than can be right")
+    tensors = {}
+    for name, array in record.items():
+        try:
+            plain = read_plain_array(io.BytesIO(array.data), len(array.data), repr(name)[:60])
+            tensors[name] = torch.from_numpy(plain)
+        except (ValueError, TypeError) as error:  # no plain array; of a kind that torch does not have
+            raise PfedlaError(str(error)) from None
+    return tensors
+
+
+def mask_of(config: object, layers: Layers) -> Tensor:
+    """The mask of the sent layers."""
+    mask = config.get("sent") if isinstance(config, ConfigRecord) else None
+    if not isinstance(mask, list) or len(mask) != len(layers) or not all(one in (0, 1) for one in mask):
+        raise PfedlaError(f"the mask of sent layers is {shown(mask)}: it should have {len(layers)} zeros and ones")
+    return torch.tensor(mask, dtype=torch.bool)
+
+
+def decoded_download(content: RecordDict, model: Params, layers: Layers, num_clients: int) -> Payload:
+    """What a client was sent, checked against its own model's tensors. What did not travel is NaN: nobody may read it."""
+    size = _bytes_of(model)
+    sent = mask_of(content.get(CONFIG), layers)
+    tensors = decoded(content.get(TENSORS), size, len(model))
+    # What is beside the model: at most every other client's.
+    extras = decoded(content.get(EXTRAS), num_clients * size + 2**20, 10_000)
+    for name, value in tensors.items():
+        if name not in model or not sent[layers.index[name]]:
+            raise PfedlaError(
+                f"the server sent {shown(name)}, which {'stays here' if name in model else 'is not in the model'}"
+            )
+        if value.shape != model[name].shape or value.dtype != model[name].dtype:
+            raise PfedlaError(
+                f"the server sent {name} as {value.dtype} {tuple(value.shape)}, not {model[name].dtype} {tuple(model[name].shape)}"
+            )
+    if tensors:
+        wanted = {name for name in layers.parameters(model) if sent[layers.index[name]]}
+        if missing := sorted(wanted - tensors.keys()):
+            raise PfedlaError(f"the server sent no {', '.join(missing[:3])}, though its layer is sent")
+    if not is_finite(tensors) or not is_finite(extras):
+        raise PfedlaError("the server sent numbers that are not finite")
+    at_home = {
+        name: torch.full_like(value, torch.nan)
+        for name, value in layers.parameters(model).items()
+        if not sent[layers.index[name]]
+    }
+    return Payload({**tensors, **at_home}, sent, extras)
+
+
+def encoded_answer(answer: Answer, layers: Layers) -> RecordDict:
+    content = encoded_payload(answer.upload, layers)
+    numbers = {"training_loss": answer.training_loss.item(), "accuracy": answer.accuracy, "loss": answer.loss}
+    content[METRICS] = MetricRecord({**numbers, "finite": int(answer.finite)})
+    return content
+
+
+def decoded_answer(content: RecordDict, expected: Payload, layers: Layers) -> Answer | Failure:
+    """What a client sent, as far as it can be read: `uploads.accept` compares it with what is expected."""
+    try:
+        sent = mask_of(content.get(CONFIG), layers)
+        found, extras = (
+            decoded(content.get(key), _bytes_of(part) + 2**16, len(part) + 16)
+            for key, part in ((TENSORS, expected.tensors), (EXTRAS, expected.extras))
+        )
+        training_loss = number_of(content, "training_loss")
+    except PfedlaError as error:
+        return Failure("not an upload", str(error))
+    for name, value in expected.tensors.items():
+        if not expected.sent[layers.index[name]]:
+            if name in found:
+                return Failure("wrong layers", f"{name} should stay at home")
+            found[name] = torch.zeros_like(value)
+    # As the client's own float32 if that is what it was: the record holds doubles.
+    loss = torch.tensor(training_loss)
+    finite = number_of(content, "finite", 0.0) == 1
+    return Answer(
+        Payload(found, sent, extras),
+        loss,
+        number_of(content, "accuracy", math.nan),
+        number_of(content, "loss", math.nan),
+        finite,
+    )
+
+
+def number_of(content: Mapping[str, object], key: str, default: float | None = None) -> float:
+    """A number among the metrics of a stranger's record."""
+    metrics = content.get(METRICS)
+    value = metrics.get(key, default) if isinstance(metrics, MetricRecord) else default
+    if isinstance(value, list) or value is None:
+        raise PfedlaError(f"{key} is {shown(value)}, not a number")
+    return float(value)
+
+
+def _bytes_of(tensors: Params) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors.values())
