@@ -82,10 +82,10 @@ def decoded_download(content: RecordDict, model: Params, layers: Layers, num_cli
             raise PfedlaError(
                 f"the server sent {shown(name)}, which {'stays here' if name in model else 'is not in the model'}"
             )
-        if value.shape != model[name].shape or value.dtype != model[name].dtype:
-            raise PfedlaError(
-                f"the server sent {name} as {value.dtype} {tuple(value.shape)}, not {model[name].dtype} {tuple(model[name].shape)}"
-            )
+        own = model[name]
+        if value.shape != own.shape or value.dtype != own.dtype:
+            came, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (value, own))
+            raise PfedlaError(f"the server sent {name} as {came}, not {wanted}")
     if tensors:
         wanted = {name for name in layers.parameters(model) if sent[layers.index[name]]}
         if missing := sorted(wanted - tensors.keys()):
