@@ -38,9 +38,10 @@ from pfedla.data.partition import by_client
 from pfedla.data.recipe import Partition
 from pfedla.engines import ENGINES
 from pfedla.errors import PfedlaError, shown
-from pfedla.experiment import Experiment, build, read_toml, with_setting
+from pfedla.experiment import Experiment, build, read_toml
 from pfedla.files import read_json, read_tensors, safe_name
 from pfedla.models import MODELS, build_model, outline
+from pfedla.options import with_setting
 from pfedla.personal import FederationFile, evaluate_personal, load_personal
 from pfedla.report.tables import Row, failures_lines, result_table, traffic_line, warnings
 from pfedla.result_file import read_result, round_of

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pfedla.cli_data import data_app
+from pfedla.cli_deploy import deploy_app
 from pfedla.cli_options import (
     Augment,
     BatchSize,
@@ -48,6 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 
 
 @app.command()

@@ -11,8 +11,9 @@ from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
 from pfedla.errors import GaveUpError, NotApplicableError, PfedlaError, shown
-from pfedla.experiment import Experiment, build, overlay
+from pfedla.experiment import Experiment, build
 from pfedla.files import safe_name, write_text
+from pfedla.options import overlay
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_markdown
 from pfedla.results import RUNS, last_numbered, numbered, run_built

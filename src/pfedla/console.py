@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere, nothing if quiet."""
 
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,12 +16,14 @@ from pfedla.errors import Stopped
 from pfedla.rounds import Round
 from pfedla.uploads import NO_ANSWER
 
+ROUND_LINE = re.compile(r"(.+): round (\d+), accuracy (.+), \d+ s left")
+
 
 class Reporter:
     """Progress on standard error, so that standard output holds results only."""
 
-    def __init__(self, total_rounds: int, quiet: bool, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, total_rounds: int, quiet: bool, folder: Path | None = None, log: Path | None = None) -> None:
+        self.folder, self.log = folder, log  # the log: a file that gets every line too
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         self.total, self.done, self.played = total_rounds, 0, 0
         self.label, self.accuracy = "", "…"
@@ -41,6 +44,9 @@ class Reporter:
     def say(self, line: str) -> None:
         with suppress(OSError, SystemExit):  # rich's answer to a closed pipe; the run goes on though nobody listens any more
             self.console.print(line, soft_wrap=True)
+        if self.log:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
 
     def skip(self, rounds: int) -> None:
         """These rounds were played before."""
@@ -57,11 +63,20 @@ class Reporter:
             self._live.update(self._task, advance=1, accuracy=self.accuracy)
         elif played.evaluation is not None:
             left = (time.perf_counter() - self.start) / self.played * (self.total - self.done)
-            self.say(f"{self.label}: round {played.round}, accuracy {self.accuracy}, {left:.0f} s left")
+            self.say(f"{self.label}: round {played.round}, accuracy {self.accuracy}, {left:.0f} s left")  # ROUND_LINE
         for reason, clients in by_reason(played.failures).items():
             who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
             detail = f" (client {clients[0]}: {first})" if (first := played.failures[clients[0]].detail) else ""
             self.say(f"round {played.round}: {who} left out: {reason}{detail}")
+
+    def relay(self, line: str) -> None:
+        """A line of the reporter of another process: on a terminal a round moves the bar instead."""
+        played = ROUND_LINE.fullmatch(line)
+        if played and self._live:
+            self._live.update(self._task, description=played[1], completed=int(played[2]), accuracy=played[3])
+        else:
+            self.say(line)
+        self.done = int(played[2]) if played else self.done
 
     def __enter__(self) -> Self:
         if self._live:

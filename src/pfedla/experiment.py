@@ -13,7 +13,7 @@ from torch import nn
 from pfedla import algorithms
 from pfedla.contracts import Algorithm, LocalTraining, Recalibrate
 from pfedla.data import datasets
-from pfedla.data.federation import Federation, partitioned
+from pfedla.data.federation import Federation, Outline, partitioned
 from pfedla.data.own import Dataset
 from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Recipe, recipe_of
 from pfedla.engines import ENGINES
@@ -196,51 +196,34 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise PfedlaError(f"{path}: not a TOML file: {error}") from None
 
 
-def with_setting(values: dict[str, Any], setting: str) -> dict[str, Any]:
-    """`values` with one "section.key=value" laid over; the value is TOML, a bare word is a string."""
-    path, equals, text = setting.partition("=")
-    parts = path.strip().split(".")
-    if not equals or len(parts) > 2 or not all(parts):
-        raise PfedlaError(f"--set {shown(setting)}: write section.key=value, for example algorithm.neighbours=5")
-    try:
-        # No option takes a NaN, but `nan` is the name of an attack.
-        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
-        value = text
-    return overlay(values, {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}})
-
-
-def overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries merged; what is above wins."""
-    merged = dict(below)
-    for key, value in above.items():
-        if isinstance(value, Mapping) and key in below:
-            if not isinstance(below[key], Mapping):
-                raise PfedlaError(f"{key} = {shown(below[key])} is not possible: [{key}] is a section")
-            merged[key] = overlay(below[key], value)
-        else:
-            merged[key] = value
-    return merged
-
-
 class Built(NamedTuple):
     """An experiment with every "auto" resolved, and what it is made of."""
 
     experiment: Experiment
-    federation: Federation
+    federation: Outline  # a Federation where the data are at hand
     algorithm: Algorithm
     note: str = ""  # what a person should know about what was decided
 
 
 def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
-    options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
+    check_names(experiment)
+    data, federation = build_federation(experiment.data, experiment.seed, dataset)
+    return assembled(experiment.model_copy(update={"data": data}), federation)
+
+
+def check_names(experiment: Experiment) -> None:
+    algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
     if experiment.engine.name not in (AUTO, *ENGINES):
         raise unknown("engine", experiment.engine.name, [AUTO, *ENGINES])
     usable_device(experiment.engine.device)
     if experiment.model not in (AUTO, *MODELS):
         raise unknown("model", experiment.model, [AUTO, *MODELS])
-    data, federation = build_federation(experiment.data, experiment.seed, dataset)
+
+
+def assembled(experiment: Experiment, federation: Outline) -> Built:
+    """The same where it is known how the data are cut."""
+    options = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
     name = model_for(federation.shape) if experiment.model == AUTO else experiment.model
     module = build_model(name, federation.shape, len(federation.classes), generator(experiment.seed, "model"))
     training = experiment.training
@@ -256,9 +239,7 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     experiment.faults.faults().check(len(federation), training.local_epochs)
     section = AlgorithmSection(name=experiment.algorithm.name, **options)
     engine, note = _chosen_engine(experiment.engine, module, name)
-    resolved = experiment.model_copy(
-        update={"data": data, "model": name, "training": training, "algorithm": section, "engine": engine}
-    )
+    resolved = experiment.model_copy(update={"model": name, "training": training, "algorithm": section, "engine": engine})
     return Built(resolved, federation, method, note)
 
 

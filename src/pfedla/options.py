@@ -1,8 +1,11 @@
 """From the words of the command line to the values of an experiment."""
 
+import tomllib
+from collections.abc import Mapping
 from typing import Any
 
-from pfedla.experiment import overlay, read_toml, with_setting
+from pfedla.errors import PfedlaError, shown
+from pfedla.experiment import read_toml
 
 # Option name -> where it stands in the experiment file.
 PLACES = {
@@ -41,3 +44,30 @@ def gather(options: dict[str, Any], spread: bool = False) -> dict[str, Any]:
     for setting in options.get("setting") or []:
         values = with_setting(values, setting)
     return values
+
+
+def with_setting(values: dict[str, Any], setting: str) -> dict[str, Any]:
+    """`values` with one "section.key=value" laid over; the value is TOML, a bare word is a string."""
+    path, equals, text = setting.partition("=")
+    parts = path.strip().split(".")
+    if not equals or len(parts) > 2 or not all(parts):
+        raise PfedlaError(f"--set {shown(setting)}: write section.key=value, for example algorithm.neighbours=5")
+    try:
+        # No option takes a NaN, but `nan` is the name of an attack.
+        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
+        value = text
+    return overlay(values, {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}})
+
+
+def overlay(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries merged; what is above wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and key in below:
+            if not isinstance(below[key], Mapping):
+                raise PfedlaError(f"{key} = {shown(below[key])} is not possible: [{key}] is a section")
+            merged[key] = overlay(below[key], value)
+        else:
+            merged[key] = value
+    return merged

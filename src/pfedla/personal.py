@@ -130,14 +130,7 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     known = personal.federation
     if dataset.test is None and str(path.resolve()) in (personal.experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run trained on these examples; leave --data out to test on the client's own split")
-    if dataset.x.shape[1:] != known.shape:
-        raise PfedlaError(f"{path}: examples of shape {dataset.x.shape[1:]}, the model takes {known.shape}")
-    if (dataset.x.dtype == np.uint8) != bool(known.mean):
-        trained_on = "uint8 images" if known.mean else "floats"
-        raise PfedlaError(f"{path}: x is {dataset.x.dtype}, but the model was trained on {trained_on} in their own scale")
-    for name in dataset.classes:
-        if name not in known.classes:
-            raise unknown("class", name, known.classes)
+    dataset = dataset.fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
     if dataset.client is not None and personal.experiment.data.partition == "client":
         who = known.clients[personal.client]
@@ -146,8 +139,7 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
         rows &= dataset.client == dataset.client_names.index(who)
     if not rows.any():
         raise PfedlaError(f"{path} has no test example of this client")
-    renumber = np.array([known.classes.index(name) for name in dataset.classes])
-    return torch.from_numpy(dataset.x[rows]), torch.from_numpy(renumber[dataset.y[rows]])
+    return torch.from_numpy(dataset.x[rows]), torch.from_numpy(dataset.y[rows])
 
 
 def export_personal(personal: PersonalModel, out: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from pfedla import __version__
 from pfedla.checkpoint import Progress, differing
 from pfedla.console import Reporter
 from pfedla.contracts import Algorithm, Params
-from pfedla.data.federation import Federation
+from pfedla.data.federation import Outline
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
@@ -32,7 +32,7 @@ from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
 from pfedla.run_folder import RESULT, RunFolder
-from pfedla.simulation import Simulation, simulate_method
+from pfedla.simulation import RunningEngine, Simulation, simulate_method
 from pfedla.uploads import count_failures
 
 RUNS = Path("runs")
@@ -156,26 +156,32 @@ def environment() -> dict[str, Any]:
     }
 
 
-def describe(federation: Federation) -> dict[str, Any]:
-    """What federation.json holds: how the data are cut, and how unlike the clients are."""
+def describe(federation: Outline) -> dict[str, Any]:
+    """What federation.json holds: how the data are cut, and how unlike the clients are, as far as it is known here."""
     counts = federation.class_counts()
+    by_class: dict[str, Any] = {"train": [], "test": [], "statistics": {}}
+    if counts is not None:
+        by_class = {"train": counts[:, 0].tolist(), "test": counts[:, 1].tolist(), "statistics": split_statistics(counts)}
     return {
         "shape": federation.shape,
         "classes": federation.classes,
         "mean": federation.mean,
         "std": federation.std,
         "clients": federation.names,
-        "train": counts[:, 0].tolist(),
-        "test": counts[:, 1].tolist(),
         "subset": federation.subset,
         "leaked_test_share": federation.leaked_share,
         "fingerprint": federation.fingerprint(),
-        "statistics": split_statistics(counts),
+        **by_class,
     }
 
 
-def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Play a built experiment in its folder, from the start or from where it stands; returns what result.json holds."""
+def run_built(
+    built: Built, folder: RunFolder, reporter: Reporter | None = None, engine: RunningEngine | None = None
+) -> dict[str, Any]:
+    """Play a built experiment in its folder, from the start or from where it stands; returns what result.json holds.
+
+    The clients live in the engine that the experiment names, unless another is given.
+    """
     experiment = built.experiment
     reporter = reporter or Reporter(experiment.rounds, quiet=True)
     layers = built.algorithm.task.layers.names
@@ -207,17 +213,20 @@ def run_built(built: Built, folder: RunFolder, reporter: Reporter | None = None)
                 draw_run(folder.path)  # it was stopped after its numbers and before its pictures
             return result
         describe_in(folder, built.federation)
-        simulation = simulate_method(built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder)
+        simulation = simulate_method(
+            built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder, engine=engine
+        )
         result = result_of(built, simulation, honest)
         write_results(folder, result, simulation)
         return result
 
 
-def describe_in(folder: RunFolder, federation: Federation) -> None:
+def describe_in(folder: RunFolder, federation: Outline) -> None:
     """Write down what the run is made of and runs on; of one that goes on, refuse other data and name another machine."""
     made_of, runs_on = describe(federation), environment()
     if folder.reopened and (folder.path / "federation.json").exists():
-        if read_object(folder.path / "federation.json").get("fingerprint") != made_of["fingerprint"]:
+        before = read_object(folder.path / "federation.json").get("fingerprint")
+        if before and made_of["fingerprint"] and before != made_of["fingerprint"]:  # a server may not know it
             raise PfedlaError(f"the data are not what they were when {folder.path} was begun; start in a new folder")
     else:
         folder.write_json("federation.json", made_of)

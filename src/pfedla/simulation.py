@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, get_args
 
@@ -14,8 +15,8 @@ from pfedla.algorithms import create
 from pfedla.checkpoint import Progress
 from pfedla.communication import Traffic
 from pfedla.console import Reporter
-from pfedla.contracts import Algorithm, LocalTraining, Params, Recalibrate
-from pfedla.data.federation import Federation
+from pfedla.contracts import Algorithm, Engine, LocalTraining, Params, Recalibrate
+from pfedla.data.federation import Federation, Outline
 from pfedla.engines import create_engine
 from pfedla.engines.choice import Compile, chosen_compile, chosen_engine
 from pfedla.errors import GaveUpError, PfedlaError, Stopped, unknown
@@ -89,6 +90,9 @@ class Settings:
     norm_bound: float | None = None
     max_failed_rounds: int = 5
     faults: Faults = field(default_factory=Faults)
+
+
+RunningEngine = AbstractContextManager[Engine]
 
 
 class Keeper(Protocol):
@@ -182,20 +186,25 @@ def simulate(
 
 
 def simulate_method(
-    federation: Federation, method: Algorithm, settings: Settings, *,
-    on_round: Callable[[Round], None] | None = None, keeper: Keeper | None = None,
+    federation: Outline, method: Algorithm, settings: Settings, *,
+    on_round: Callable[[Round], None] | None = None, keeper: Keeper | None = None, engine: RunningEngine | None = None,
 ) -> Simulation:  # fmt: skip
-    """`simulate` for an algorithm that is built already; with a keeper it goes on from where the run stands on disk."""
+    """`simulate` for an algorithm that is built already; with a keeper it goes on from where the run stands on disk.
+
+    `engine` is where the clients are; left out, it is made by the settings, and the federation must hold the data.
+    """
     num_clients, rounds, seed = len(federation), settings.rounds, settings.seed
     method.check(num_clients)
     settings.faults.check(num_clients, method.training.epochs)
     interval = snapshot_interval(rounds, num_clients, len(method.task.layers))
-    clients = create_engine(
-        settings.engine, method, federation, device=settings.device, threads=settings.threads,
-        recalibrate=settings.recalibrate, compile=settings.compile, faults=settings.faults,
-        stopping=keeper.stopping if keeper else lambda: False,
-    )  # fmt: skip
-    with clients:
+    if engine is None:
+        assert isinstance(federation, Federation)
+        engine = create_engine(
+            settings.engine, method, federation, device=settings.device, threads=settings.threads,
+            recalibrate=settings.recalibrate, compile=settings.compile, faults=settings.faults,
+            stopping=keeper.stopping if keeper else lambda: False,
+        )  # fmt: skip
+    with engine as clients:
         progress = Progress(method.init_server(num_clients, seed), torch.full((num_clients,), torch.nan, dtype=torch.float64))
         snapshot(progress, method)
         if keeper is not None and (kept := keeper.restore(progress, clients.state())) is not None:

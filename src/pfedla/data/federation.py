@@ -1,7 +1,7 @@
 """Arrays to clients: the partitioned data, kept in their compact form and normalised when a client uses them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,28 @@ class Outline:
         mean, std = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return (x.float() - mean) / std
 
+    def fingerprint_of(self, digests: Iterable[str]) -> str:
+        """SHA-256 of all clients' examples, given by their own, and of how they are normalised."""
+        return hashlib.sha256(repr((self.classes, self.mean, self.std, self.names, *digests)).encode()).hexdigest()
+
+    def class_counts(self) -> Array | None:
+        """[clients, 2 (train, test), classes], as far as it is known here."""
+        return None
+
+    def fingerprint(self) -> str:
+        """Empty if it is not known here."""
+        return ""
+
+
+def digest_of(train: Examples, test: Examples) -> str:
+    """SHA-256 of one client's examples and labels in their order."""
+    digest = hashlib.sha256()
+    for x, y in (train, test):
+        digest.update(repr((x.dtype, tuple(x.shape))).encode())
+        for part in (x, y):
+            digest.update(part.contiguous().numpy().data)
+    return digest.hexdigest()
+
 
 class Federation(Outline):
     """The partitioned data: for each client its training and test examples, and how to normalise them."""
@@ -72,13 +94,7 @@ class Federation(Outline):
         return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
 
     def fingerprint(self) -> str:
-        """SHA-256 of all examples and labels in their order, and of how they are normalised."""
-        digest = hashlib.sha256(repr((self.classes, self.mean, self.std, self.names)).encode())
-        for x, y in (*self.train, *self.test):
-            digest.update(repr((x.dtype, tuple(x.shape))).encode())
-            for part in (x, y):
-                digest.update(part.contiguous().numpy().data)
-        return digest.hexdigest()
+        return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))
 
     def class_counts(self) -> Array:
         """[clients, 2 (train, test), classes]"""

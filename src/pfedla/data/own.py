@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, unknown
 from pfedla.files import read_plain_array
 
 Array = npt.NDArray[Any]
@@ -51,6 +51,19 @@ class Dataset:
         client, test, coarse = (None if array is None else array[rows] for array in (self.client, self.test, self.coarse))
         classes = self.classes[:num_classes]
         return replace(self, x=self.x[rows], y=self.y[rows], classes=classes, client=client, test=test, coarse=coarse)
+
+    def fitted(self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str) -> "Dataset":
+        """The same with its labels numbered as in `classes`; refused if the examples are not what a model takes."""
+        if self.x.shape[1:] != shape:
+            raise PfedlaError(f"{self.name}: examples of shape {self.x.shape[1:]}, {whose} takes {shape}")
+        if (self.x.dtype == np.uint8) != pixels:
+            kind = "uint8 images" if pixels else "floats in their own scale"
+            raise PfedlaError(f"{self.name}: x is {self.x.dtype}, but {whose} takes {kind}")
+        for name in self.classes:
+            if name not in classes:
+                raise unknown("class", name, classes)
+        number = np.array([classes.index(name) for name in self.classes])
+        return replace(self, y=number[self.y], classes=classes)
 
 
 def load_npz(path: Path) -> Dataset:

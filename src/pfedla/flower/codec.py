@@ -6,7 +6,7 @@ A tensor travels as Flower sends every array, in numpy's own format: its numbers
 import io
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -20,7 +20,6 @@ from pfedla.tree import is_finite
 
 HEADER_BYTES = 128
 TENSORS, EXTRAS, CONFIG, METRICS = "tensors", "extras", "config", "metrics"
-Scalar = bool | int | float | str
 
 
 class Wire(NamedTuple):
@@ -62,9 +61,15 @@ def decoded(record: object, limit: int, most: int) -> Params:
     return tensors
 
 
-def mask_of(config: object, layers: Layers) -> Tensor:
+def config_of(content: RecordDict) -> dict[str, Any]:
+    """The plain values of a stranger's record; empty if it has none."""
+    config = content.get(CONFIG)
+    return dict(config) if isinstance(config, ConfigRecord) else {}
+
+
+def mask_of(content: RecordDict, layers: Layers) -> Tensor:
     """The mask of the sent layers."""
-    mask = config.get("sent") if isinstance(config, ConfigRecord) else None
+    mask = config_of(content).get("sent")
     if not isinstance(mask, list) or len(mask) != len(layers) or not all(one in (0, 1) for one in mask):
         raise PfedlaError(f"the mask of sent layers is {shown(mask)}: it should have {len(layers)} zeros and ones")
     return torch.tensor(mask, dtype=torch.bool)
@@ -73,7 +78,7 @@ def mask_of(config: object, layers: Layers) -> Tensor:
 def decoded_download(content: RecordDict, model: Params, layers: Layers, num_clients: int) -> Payload:
     """What a client was sent, checked against its own model's tensors. What did not travel is NaN: nobody may read it."""
     size = _bytes_of(model)
-    sent = mask_of(content.get(CONFIG), layers)
+    sent = mask_of(content, layers)
     tensors = decoded(content.get(TENSORS), size, len(model))
     # What is beside the model: at most every other client's.
     extras = decoded(content.get(EXTRAS), num_clients * size + 2**20, 10_000)
@@ -87,8 +92,8 @@ def decoded_download(content: RecordDict, model: Params, layers: Layers, num_cli
             came, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (value, own))
             raise PfedlaError(f"the server sent {name} as {came}, not {wanted}")
     if tensors:
-        wanted = {name for name in layers.parameters(model) if sent[layers.index[name]]}
-        if missing := sorted(wanted - tensors.keys()):
+        due = {name for name in layers.parameters(model) if sent[layers.index[name]]}
+        if missing := sorted(due - tensors.keys()):
             raise PfedlaError(f"the server sent no {', '.join(missing[:3])}, though its layer is sent")
     if not is_finite(tensors) or not is_finite(extras):
         raise PfedlaError("the server sent numbers that are not finite")
@@ -110,7 +115,7 @@ def encoded_answer(answer: Answer, layers: Layers) -> RecordDict:
 def decoded_answer(content: RecordDict, expected: Payload, layers: Layers) -> Answer | Failure:
     """What a client sent, as far as it can be read: `uploads.accept` compares it with what is expected."""
     try:
-        sent = mask_of(content.get(CONFIG), layers)
+        sent = mask_of(content, layers)
         found, extras = (
             decoded(content.get(key), _bytes_of(part) + 2**16, len(part) + 16)
             for key, part in ((TENSORS, expected.tensors), (EXTRAS, expected.extras))

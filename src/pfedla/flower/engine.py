@@ -1,0 +1,251 @@
+"""Clients behind Flower's Grid: sites that keep their data and what is private, and may come and go.
+
+Client i is the node with the i-th public key. The server remembers after which round each client's upload was last taken:
+that version of its private state is the one the client is told to go on from.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import torch
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from pfedla.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload
+from pfedla.errors import GaveUpError, PfedlaError
+from pfedla.flower.codec import CONFIG, Wire, config_of, decoded_answer, encoded_payload, number_of, wire_of
+from pfedla.flower.federation import Joined, RemoteFederation
+from pfedla.flower.keys import pem_of
+from pfedla.flower.plan import Deployment
+from pfedla.uploads import NO_ANSWER
+
+POLL = 0.2  # seconds between two looks at what has come
+COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
+GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
+
+
+class FlowerEngine:
+    """Implements the Engine contract over push and pull."""
+
+    def __init__(
+        self, grid: Grid, algorithm: Algorithm, federation: RemoteFederation, deployment: Deployment, run: str, seed: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.grid, self.algorithm, self.federation, self.deployment = grid, algorithm, federation, deployment
+        self.run, self.seed, self.say = run, seed, say
+        self._client_of = {pem_of(key): client for client, key in enumerate(deployment.keys)}
+        self._committed = torch.zeros(len(federation), dtype=torch.int64)  # the round of the last upload taken, by client
+        self._wire = torch.zeros(4, dtype=torch.int64)  # training traffic: bytes and arrays down, bytes and arrays up
+        self._round = 0
+        self._said: set[str] = set()
+
+    # Who is there
+
+    def gather(self) -> None:
+        """Wait until all clients have joined, or as long as may be waited if enough have."""
+        self.say(f"waiting for {len(self.federation)} clients, up to {self.deployment.wait:.0f} s")
+        self._wait(lambda: self._admit() and len(self.federation.joined) == len(self.federation))
+        if len(self.federation.joined) < self.deployment.min_clients:
+            raise self._too_few(self.federation.joined)
+        absent = [str(client) for client in range(len(self.federation)) if client not in self.federation.joined]
+        missing = f"; not there yet: {', '.join(absent)}" if absent else ""
+        self.say(f"{len(self.federation.joined)} of {len(self.federation)} clients have joined{missing}")
+
+    def _wait(self, enough: Callable[[], bool]) -> None:
+        end = time.monotonic() + self.deployment.wait
+        while not enough() and time.monotonic() < end:
+            time.sleep(1.0)
+
+    def _too_few(self, there: Mapping[int, object]) -> GaveUpError:
+        who = ", ".join(map(str, there)) or "nobody"
+        return GaveUpError(
+            f"after {self.deployment.wait:.0f} s only {len(there)} clients are there ({who}), "
+            f"fewer than min_clients = {self.deployment.min_clients}; start the others, then go on with resume"
+        )
+
+    def _online(self) -> dict[int, int]:
+        """The nodes of our clients, by their keys; whatever name they claim."""
+        nodes = {}
+        for node in self.grid.get_nodes():
+            client = self._client_of.get(node.public_key)
+            if client is None:
+                self._say_once(f"node {node.node_id} ({node.name!r:.40}) has none of the clients' keys: it is left out")
+            else:
+                nodes[client] = node.node_id
+        return nodes
+
+    def _admit(self) -> bool:
+        """Let those join who have come since; they take part from the next round on."""
+        new = {client: node for client, node in self._online().items() if client not in self.federation.joined}
+        messages = {client: RecordDict({CONFIG: self._config("join", client)}) for client in new}
+        for client, content in self._exchange(messages, MessageType.QUERY, new).items():
+            if isinstance(content, Failure):
+                self._say_once(f"client {client} cannot join: {content.detail or content.reason}")
+                continue
+            try:
+                self.federation.admit(client, Joined.of(config_of(content), len(self.federation.classes)))
+            except PfedlaError as error:
+                self._say_once(f"client {client} cannot join: {error}")
+        return True
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    # The Engine contract
+
+    def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
+        self._round = cohort.round
+        ids = cohort.ids.tolist()
+        nodes = self._present(ids)
+        messages = {
+            client: self._with_payload("train", client, cohort, downloads.rows(row))
+            for row, client in enumerate(ids)
+            if client in nodes
+        }
+        replies = self._exchange(messages, MessageType.TRAIN, nodes)
+        self._count(0, messages.values())
+        self._count(2, (content for content in replies.values() if not isinstance(content, Failure)))
+        answers: list[Answer | Failure] = []
+        for row, client in enumerate(ids):
+            content = replies.get(client, NO_ANSWER)
+            if isinstance(content, Failure):
+                answers.append(content)
+            else:
+                expected = self.algorithm.upload_like(downloads.rows(row))
+                answers.append(decoded_answer(content, expected, self.algorithm.task.layers))
+        return answers
+
+    def commit(self, accepted: Tensor) -> None:
+        self._committed[accepted] = self._round
+        self._admit()
+
+    def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
+        metrics = []
+        for content in self._ask_all("evaluate", cohort, downloads):
+            try:
+                accuracy, loss = (number_of(content, key) for key in ("accuracy", "loss"))
+            except PfedlaError:
+                accuracy = loss = torch.nan
+            metrics.append((accuracy, loss) if 0 <= accuracy <= 1 else (torch.nan, torch.nan))
+        return ClientMetrics(*(torch.tensor(column, dtype=torch.float64) for column in zip(*metrics, strict=True)))
+
+    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
+        """Every site writes its own; none comes here."""
+        self._ask_all("personal", cohort, downloads)
+        return [{} for _ in cohort.ids]
+
+    def state(self) -> Params:
+        return {COMMITTED: self._committed.clone(), WIRE: self._wire.clone()}
+
+    def load(self, state: Params) -> None:
+        self._committed, self._wire = state[COMMITTED].clone(), state[WIRE].clone()
+
+    def wire(self) -> dict[str, Wire]:
+        """What training has sent as arrays, headers included."""
+        numbers = self._wire.tolist()
+        return {"down": Wire(*numbers[:2]), "up": Wire(*numbers[2:])}
+
+    def __enter__(self) -> Self:
+        # As in the simulating engines: the server's sums must not depend on the number of cores.
+        self._outer_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.set_num_threads(self._outer_threads)
+
+    # Messages
+
+    def _present(self, ids: Sequence[int]) -> dict[int, int]:
+        """The nodes of those of the cohort who are there; waits for as many as there must be."""
+        least = min(self.deployment.min_clients, len(ids))
+        nodes: dict[int, int] = {}
+
+        def enough() -> bool:
+            nonlocal nodes
+            nodes = {
+                client: node for client, node in self._online().items() if client in ids and client in self.federation.joined
+            }
+            return len(nodes) >= least
+
+        self._wait(enough)
+        if len(nodes) < least:
+            raise self._too_few(nodes)
+        return nodes
+
+    def _ask_all(self, action: str, cohort: Cohort, downloads: Payload) -> list[RecordDict]:
+        """What each client of the cohort answers to what is no training; an empty record for one that does not."""
+        ids, nodes = cohort.ids.tolist(), self._online()
+        messages = {
+            client: self._with_payload(action, client, cohort, downloads.rows(row))
+            for row, client in enumerate(ids)
+            if client in nodes and client in self.federation.joined
+        }
+        replies = self._exchange(messages, MessageType.EVALUATE, nodes)
+        for client, content in replies.items():
+            if isinstance(content, Failure):
+                self.say(f"client {client} did not {action}: {content.detail or content.reason}")
+        found = (replies.get(client, NO_ANSWER) for client in ids)
+        return [RecordDict() if isinstance(content, Failure) else content for content in found]
+
+    def _config(self, action: str, client: int, **more: Any) -> ConfigRecord:
+        return ConfigRecord({"action": action, "run": self.run, "client": client, **more})
+
+    def _with_payload(self, action: str, client: int, cohort: Cohort, payload: Payload) -> RecordDict:
+        content = encoded_payload(payload, self.algorithm.task.layers)
+        mask = content.config_records[CONFIG]["sent"]
+        base = int(self._committed[client])
+        content[CONFIG] = self._config(action, client, round=cohort.round, seed=self.seed, base=base, sent=mask)
+        return content
+
+    def _exchange(
+        self, contents: Mapping[int, RecordDict], kind: str, nodes: Mapping[int, int]
+    ) -> dict[int, RecordDict | Failure]:
+        """Send each client its message and collect what comes back in time."""
+        if not contents:
+            return {}
+        limit = self.deployment.round_timeout
+        messages = [Message(content, nodes[client], kind, ttl=limit) for client, content in contents.items()]
+        ids = list(self.grid.push_messages(messages))
+        if len(ids) != len(messages):
+            raise PfedlaError("the SuperLink did not take the messages: they are too large for it")
+        waiting = {message: client for message, client in zip(ids, contents, strict=True) if message}
+        replies: dict[int, RecordDict | Failure] = {}
+        end = time.monotonic() + limit
+        while waiting and time.monotonic() < end:
+            for message, client in list(waiting.items()):
+                reply = self._pulled(message)
+                if reply is not None:
+                    replies[client] = reply
+                    del waiting[message]
+            if waiting:
+                time.sleep(POLL)
+        late = Failure(NO_ANSWER.reason, f"nothing came in {limit:.0f} s")
+        return replies | dict.fromkeys(waiting.values(), late)
+
+    def _pulled(self, message: str) -> RecordDict | Failure | None:
+        """One client's reply. Each is pulled alone: one that cannot be read must not take others with it."""
+        try:
+            replies = list(self.grid.pull_messages([message]))
+        except httpx.HTTPError:  # the SuperLink is gone: this run ends, the next goes on from its checkpoint
+            raise
+        except Exception as error:  # of what a stranger sends, anything may be raised
+            return Failure("not an upload", f"it cannot be read: {type(error).__name__}: {error}"[:200])
+        if not replies:
+            return None
+        reply = replies[0]
+        if reply.has_error():
+            code, reason = reply.error.code, reply.error.reason or ""
+            return Failure(NO_ANSWER.reason, GONE[code]) if code in GONE else Failure("raised", reason[:300])
+        refusal = config_of(reply.content).get("refusal")
+        return reply.content if refusal is None else Failure("refused", str(refusal)[:300])
+
+    def _count(self, place: int, contents: Any) -> None:
+        for content in contents:
+            self._wire[place : place + 2] += torch.tensor(wire_of(content))
