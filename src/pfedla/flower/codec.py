@@ -19,6 +19,7 @@ from pfedla.layers import Layers
 from pfedla.tree import is_finite
 
 HEADER_BYTES = 128
+SLACK, MORE = 2**16, 16  # bytes and arrays beyond what is expected that are still read, to say what is wrong with them
 TENSORS, EXTRAS, CONFIG, METRICS = "tensors", "extras", "config", "metrics"
 
 
@@ -79,9 +80,9 @@ def decoded_download(content: RecordDict, model: Params, layers: Layers, num_cli
     """What a client was sent, checked against its own model's tensors. What did not travel is NaN: nobody may read it."""
     size = _bytes_of(model)
     sent = mask_of(content, layers)
-    tensors = decoded(content.get(TENSORS), size, len(model))
+    tensors = decoded(content.get(TENSORS), size + SLACK, len(model) + MORE)
     # What is beside the model: at most every other client's.
-    extras = decoded(content.get(EXTRAS), num_clients * size + 2**20, 10_000)
+    extras = decoded(content.get(EXTRAS), num_clients * size + SLACK, num_clients * len(model) + MORE)
     for name, value in tensors.items():
         if name not in model or not sent[layers.index[name]]:
             raise PfedlaError(
@@ -117,7 +118,7 @@ def decoded_answer(content: RecordDict, expected: Payload, layers: Layers) -> An
     try:
         sent = mask_of(content, layers)
         found, extras = (
-            decoded(content.get(key), _bytes_of(part) + 2**16, len(part) + 16)
+            decoded(content.get(key), _bytes_of(part) + SLACK, len(part) + MORE)
             for key, part in ((TENSORS, expected.tensors), (EXTRAS, expected.extras))
         )
         training_loss = number_of(content, "training_loss")
