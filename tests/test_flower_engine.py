@@ -25,6 +25,11 @@ from pfedla.result_file import read_result
 DIGITS = {"rounds": 2, "data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 2}}
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pfedla.results.draw_run", lambda folder: None)  # they take most of the time, and are tested elsewhere
+
+
 def values_of(name: str, **more: Any) -> dict[str, Any]:
     options = {"heurpfedla": {"retained_layers": 2}, "fedfomo": {"candidates": 1}}.get(name, {})
     return {**DIGITS, "algorithm": {"name": name, **options}, **more}

@@ -42,6 +42,7 @@ class FlowerEngine:
         self._wire = torch.zeros(4, dtype=torch.int64)  # training traffic: bytes and arrays down, bytes and arrays up
         self._round = 0
         self._said: set[str] = set()
+        self._away: set[int] = set()  # clients that had joined and are not online
 
     # Who is there
 
@@ -115,6 +116,8 @@ class FlowerEngine:
         for row, client in enumerate(ids):
             content = replies.get(client, NO_ANSWER)
             if isinstance(content, Failure):
+                if content.reason == NO_ANSWER.reason and content.detail:  # of others, the round's report tells
+                    self.say(f"round {self._round}: client {client} did not answer: {content.detail}")
                 answers.append(content)
             else:
                 expected = self.algorithm.upload_like(downloads.rows(row))
@@ -177,6 +180,10 @@ class FlowerEngine:
         self._wait(enough)
         if len(nodes) < least:
             raise self._too_few(nodes)
+        for client in ids:
+            if client in self.federation.joined and (client in nodes) == (client in self._away):
+                self._away ^= {client}
+                self.say(f"round {self._round}: client {client} is {'back' if client in nodes else 'away'}")
         return nodes
 
     def _ask_all(self, action: str, cohort: Cohort, downloads: Payload) -> list[RecordDict]:

@@ -33,10 +33,12 @@ class LocalFederation:
         self.clients = clients
         self.port = free_port()
         self.logs = self.folder / "logs"
+        self.database = self.logs / "state.db"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         self.logs.mkdir(exist_ok=True)
+        self.database.unlink(missing_ok=True)  # of an earlier time; the run's own state is in its checkpoints
         try:
             self.start_superlink()
             for client in range(self.clients):
@@ -57,7 +59,8 @@ class LocalFederation:
         server, home = self.folder / "server", self._home("superlink")
         write_flower_config(home, f"{LOOPBACK}:{self.port}", server / "ca.crt")
         self._start("superlink", [
-            "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), "--enable-supernode-auth",
+            "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), "--database", str(self.database),
+            "--enable-supernode-auth",
             "--disable-runtime-dependency-installation", "--ssl-ca-certfile", str(server / "ca.crt"),
             "--ssl-certfile", str(server / "server.crt"), "--ssl-keyfile", str(server / "server.key"),
         ])  # fmt: skip
@@ -84,10 +87,10 @@ class LocalFederation:
     def register(self, public_key: Path, name: str) -> None:
         self.flwr("supernode", "register", str(public_key), CONNECTION, "--name", name)
 
-    def run(self, **config: Any) -> int:
-        """Start a run with these values of the run configuration; returns its number."""
+    def run(self, app: str = "app", /, **config: Any) -> int:
+        """Start a run of an app in this folder with these values of the run configuration; returns its number."""
         text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        told = self.flwr("run", str(self.folder / "app"), CONNECTION, *(("--run-config", text) if text else ()))
+        told = self.flwr("run", str(self.folder / app), CONNECTION, *(("--run-config", text) if text else ()))
         return int(told["run-id"])
 
     def status(self, run: int) -> str:
