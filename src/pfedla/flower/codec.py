@@ -87,8 +87,8 @@ def decoded_download(content: RecordDict, model: Params, layers: Layers, num_cli
             came, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (value, own))
             raise PfedlaError(f"the server sent {name} as {came}, not {wanted}")
     if tensors:
-        wanted = {name for name in layers.parameters(model) if sent[layers.index[name]]}
-        if missing := sorted(wanted - tensors.keys()):
+        needed = {name for name in layers.parameters(model) if sent[layers.index[name]]}
+        if missing := sorted(needed - tensors.keys()):
             raise PfedlaError(f"the server sent no {', '.join(missing[:3])}, though its layer is sent")
     if not is_finite(tensors) or not is_finite(extras):
         raise PfedlaError("the server sent numbers that are not finite")
