@@ -102,13 +102,13 @@ def short(folder: Path) -> None:
     """The command line's two commands, and nothing but them."""
     command = [str(Path(sys.executable).with_name("pfedla")), "deploy"]
     words = ["-a", "pfedla", "-d", "digits", "--clients", "2", "--rounds", "1", "--local-epochs", "1"]
-    subprocess.run([*command, "init", str(folder / "fed"), *words], check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run([*command, "local", str(folder / "fed"), "--json"], check=True, stdout=subprocess.PIPE, text=True)
-    told, plan = json.loads(done.stdout), read_plan(folder / "fed")
+    subprocess.run([*command, "init", str(folder), *words], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([*command, "local", str(folder), "--json"], check=True, stdout=subprocess.PIPE, text=True)
+    told, plan = json.loads(done.stdout), read_plan(folder)
     assert told["run"] == str(plan.folder)
-    result = assert_as_simulated(folder / "fed", plan)
+    result = assert_as_simulated(folder, plan)
     assert told["accuracy"] == result["accuracy"]
-    simulated = folder / "fed" / "simulated" / "run"
+    simulated = folder / "simulated" / "run"
     names = [{path.name for path in run.rglob("*") if path.name != ".lock"} for run in (plan.folder, simulated)]
     assert names[0] - names[1] == {"deployment.json"}  # the same files, and one more
     assert not names[1] - names[0]
@@ -278,7 +278,7 @@ def main() -> None:
         fcntl.ioctl(any_socket, 0x8914, request)  # SIOCSIFFLAGS
     torch.set_num_threads(1)
     try:
-        scenario(folder)
+        scenario(folder / "fed")
     except (PfedlaError, AssertionError):
         for log in sorted(folder.rglob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")

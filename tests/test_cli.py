@@ -374,7 +374,7 @@ def test_lists(pfedla) -> None:
         ("run --clients 500", "use fewer clients"),
         ("run --set data.classes_per_client=11", "classes_per_client = 11"),
         ("run --model resnet", "choose one of: auto, cnn"),
-        ("run --engine gpu", "choose one of: auto, threaded, vectorized"),
+        ("run --engine gpu", "choose one of: auto, threaded, vectorized, flower"),
         ("run --partition sorted", "'classes', 'dominant', 'dirichlet'"),
         ("run --participation 0", "greater than 0"),
         ("run --clients 0", "greater than or equal to 1"),

@@ -78,7 +78,7 @@ def test_compiling_falls_back_with_a_sentence_where_there_is_no_compiler(monkeyp
 
 
 def test_compiling_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(PfedlaError, match="threaded engine on the cpu"):
+    with pytest.raises(PfedlaError, match="threaded and flower engines on the cpu"):
         chosen_compile("on", "vectorized", "cpu")
     federation = federation_of_images((1, 8, 8), [8, 8])
     with pytest.raises(PfedlaError, match="compile"):

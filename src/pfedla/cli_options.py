@@ -41,14 +41,19 @@ Augment = Annotated[
 Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp (default: by the data's shape).")]
 Engine = Annotated[
     str | None,
-    typer.Option(help="threaded, vectorized (vmap: GPUs and small nets), or auto: by device and model (default: auto)."),
+    typer.Option(
+        help="threaded, vectorized (vmap: GPUs and small nets), flower (its simulation; on a Ray cluster if RAY_ADDRESS names "
+        "one), or auto: threaded or vectorized, by device and model (default: auto)."
+    ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="Clients trained at once (threaded); does not change the results (default: one per core).")
+    int | None,
+    typer.Option(help="Clients trained at once (threaded, flower); does not change the results (default: one per core)."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
 Compile = Annotated[
-    str | None, typer.Option(help="Compile the training step (threaded): on, off, or auto: where it pays (default: auto).")
+    str | None,
+    typer.Option(help="Compile the training step (threaded, flower): on, off, or auto: where it pays (default: auto)."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
 Resume = Annotated[

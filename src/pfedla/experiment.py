@@ -16,7 +16,7 @@ from pfedla.data import datasets
 from pfedla.data.federation import Federation, Outline, partitioned
 from pfedla.data.own import Dataset
 from pfedla.data.recipe import LARGEST_BETA, TOY_CLASSES, USED_BY, Partition, Recipe, recipe_of
-from pfedla.engines import ENGINES
+from pfedla.engines import ENGINE_NAMES
 from pfedla.engines.choice import AUTO, Compile, chosen_compile, chosen_engine
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError, check_affordable, shown, unknown
@@ -214,8 +214,8 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
 
 def check_names(experiment: Experiment) -> None:
     algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
-    if experiment.engine.name not in (AUTO, *ENGINES):
-        raise unknown("engine", experiment.engine.name, [AUTO, *ENGINES])
+    if experiment.engine.name not in (AUTO, *ENGINE_NAMES):
+        raise unknown("engine", experiment.engine.name, [AUTO, *ENGINE_NAMES])
     usable_device(experiment.engine.device)
     if experiment.model not in (AUTO, *MODELS):
         raise unknown("model", experiment.model, [AUTO, *MODELS])

@@ -20,14 +20,15 @@ from pfedla.result_file import read_result, round_of
 EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
 
 
-def new_folder(path: Path) -> Path:
+GO_ON = "choose another folder with --out, or go on in it with --resume"
+
+
+def new_folder(path: Path, instead: str = GO_ON) -> Path:
     """A folder that was not there before: nothing is ever overwritten."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        raise PfedlaError(
-            f"{path} exists already and is never overwritten; choose another folder with --out, or go on in it with --resume"
-        ) from None
+        raise PfedlaError(f"{path} exists already and is never overwritten; {instead}") from None
     except OSError as error:
         raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
     return path

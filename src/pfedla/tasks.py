@@ -29,13 +29,20 @@ def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
     return module.eval()
 
 
+class _OwnCopies(threading.local):
+    """Every thread's own; they do not travel: a task begins without any in another process."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _OwnCopies, ()
+
+
 class ClassificationTask:
     """An nn.Module that maps a batch to logits, with cross-entropy."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = copy.deepcopy(module)
         self._layers = Layers.of(self._module)
-        self._copies = threading.local()
+        self._copies = _OwnCopies()
 
     @property
     def layers(self) -> Layers:

@@ -1,4 +1,4 @@
-"""What the two simulating engines share: everybody's private state, data on the device, and which state counts."""
+"""What the simulating engines share: everybody's private state, data on the device, and which state counts."""
 
 import dataclasses
 import os

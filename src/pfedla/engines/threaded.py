@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from pfedla.contracts import Algorithm, Answer, ClientState, Cohort, Payload, Task
+from pfedla.contracts import Algorithm, Answer, ClientState, Cohort, LocalTraining, Payload, Task
 from pfedla.engines.client import Test
 from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, attempt, own_row
 from pfedla.errors import Stopped
@@ -16,12 +16,16 @@ from pfedla.errors import Stopped
 R = TypeVar("R")
 
 
+def for_one(task: Task, shape: tuple[int, ...], training: LocalTraining, compile: bool) -> Task:
+    """The task in the form for one client at a time."""
+    return task.compiled(shape, training) if compile else task.direct(shape)
+
+
 class ThreadedEngine(SimulatedClients):
     _pool: ThreadPoolExecutor | None = None
 
     def _task(self, algorithm: Algorithm, shape: tuple[int, ...]) -> Task:
-        task = super()._task(algorithm, shape)
-        return task.compiled(shape, algorithm.training) if self.compile else task.direct(shape)
+        return for_one(super()._task(algorithm, shape), shape, algorithm.training, self.compile)
 
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
         def one(row: int, client: int) -> tuple[ClientState, Answer]:

@@ -86,7 +86,7 @@ def planned(experiment: Experiment, own: OwnData | None, folder: Path, **options
 
 def write_deployment(folder: Path, plan: Plan, hosts: list[str], port: int) -> str:
     """Write everything; returns the commands."""
-    new_folder(folder)
+    new_folder(folder, "choose another folder")
     server, sites = folder / "server", folder / "sites"
     for path in (server / "flower", sites):
         path.mkdir(parents=True)
