@@ -17,7 +17,8 @@ from pfedla.flower.layout import OwnData, planned, read_plan, write_deployment
 from pfedla.flower.plan import Plan
 from pfedla.flower.server_app import serve
 
-Change = Callable[[int, Message], Message | None]  # the client's number and its reply; None: nothing comes
+# The client's number and its reply; None: nothing comes, an exception: it cannot be read.
+Change = Callable[[int, Message], Message | Exception | None]
 
 
 class LoopbackGrid(Grid):
@@ -54,7 +55,7 @@ class LoopbackGrid(Grid):
             client = self.nodes[message.metadata.dst_node_id]
             context = Context(1, message.metadata.dst_node_id, self.config[client], RecordDict(), flat(self.plan))
             try:
-                answer: Message | None = reply(message, context)
+                answer: Message | Exception | None = reply(message, context)
             except Exception as error:  # as Flower's own process does
                 answer = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
             answer = self.change(client, answer)
@@ -63,6 +64,8 @@ class LoopbackGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        if any(isinstance(answer, Exception) for number in message_ids for answer in self.replies.get(number, [])):
+            raise ValueError("an object that cannot be inflated")
         return [answer for number in message_ids for answer in self.replies.pop(number, [])]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

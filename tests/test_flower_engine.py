@@ -282,6 +282,12 @@ def replaced(message: Message, key: str, record: Any) -> Message:
     return message
 
 
+def emptied(message: Message) -> Message:
+    for key in list(message.content):
+        del message.content[key]
+    return message
+
+
 def with_array(message: Message, name: str, value: Any) -> Message:
     arrays = dict(message.content.array_records["tensors"].items())
     arrays[name] = value if isinstance(value, Array) else Array(np.asarray(value))
@@ -315,7 +321,8 @@ BAD = {
     "mask": (lambda m: replaced(m, "config", ConfigRecord({"sent": [1]})), "not an upload"),
     "kind": (lambda m: replaced(m, "tensors", ConfigRecord({"a": 1})), "not an upload"),
     "metrics": (lambda m: replaced(m, "metrics", MetricRecord({"accuracy": 7.0, "training_loss": 1.0})), "not an upload"),
-    "empty": (lambda m: Message(type(m.content)(), reply_to=m), "not an upload"),
+    "empty": (lambda m: emptied(m), "not an upload"),
+    "unreadable": (lambda m: ValueError("no message at all"), "not an upload"),
     "refusal": (lambda m: replaced(m, "config", ConfigRecord({"refusal": "no"})), "refused"),
 }  # fmt: skip
 

@@ -4,10 +4,13 @@ import os
 
 # Both read these when they are imported, so they are set before. Neither then tells anybody of this run, asks for news or
 # installs anything.
-_SWITCHES = {
+FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+_SWITCHES = {
+    **FLOWER_SWITCHES,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that it will be so
 }

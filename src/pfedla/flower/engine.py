@@ -23,7 +23,7 @@ from pfedla.flower.keys import pem_of
 from pfedla.flower.plan import Deployment
 from pfedla.uploads import NO_ANSWER
 
-POLL = 0.2  # seconds between two looks at what has come
+POLL = 0.5  # seconds between two looks at what has come
 COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
 GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
 
@@ -226,33 +226,35 @@ class FlowerEngine:
         replies: dict[int, RecordDict | Failure] = {}
         end = time.monotonic() + limit
         while waiting and time.monotonic() < end:
-            for message, client in list(waiting.items()):
-                reply = self._pulled(message)
-                if reply is not None:
-                    replies[client] = reply
-                    del waiting[message]
+            came = self._pulled(list(waiting))
+            replies |= {waiting.pop(message): reply for message, reply in came.items() if message in waiting}
             if waiting:
                 time.sleep(POLL)
         late = Failure(NO_ANSWER.reason, f"nothing came in {limit:.0f} s")
         return replies | dict.fromkeys(waiting.values(), late)
 
-    def _pulled(self, message: str) -> RecordDict | Failure | None:
-        """One client's reply. Each is pulled alone: one that cannot be read must not take others with it."""
+    def _pulled(self, messages: list[str]) -> dict[str, RecordDict | Failure]:
+        """The replies to these messages that are there."""
         try:
-            replies = list(self.grid.pull_messages([message]))
+            replies = list(self.grid.pull_messages(messages))
         except httpx.HTTPError:  # the SuperLink is gone: this run ends, the next goes on from its checkpoint
             raise
         except Exception as error:  # of what a stranger sends, anything may be raised
-            return Failure("not an upload", f"it cannot be read: {type(error).__name__}: {error}"[:200])
-        if not replies:
-            return None
-        reply = replies[0]
-        if reply.has_error():
-            code, reason = reply.error.code, reply.error.reason or ""
-            return Failure(NO_ANSWER.reason, GONE[code]) if code in GONE else Failure("raised", reason[:300])
-        refusal = config_of(reply.content).get("refusal")
-        return reply.content if refusal is None else Failure("refused", str(refusal)[:300])
+            if len(messages) == 1:
+                return {messages[0]: Failure("not an upload", f"it cannot be read: {type(error).__name__}: {error}"[:200])}
+            # One of them cannot be read: it must not take the others with it.
+            return {name: reply for message in messages for name, reply in self._pulled([message]).items()}
+        # By what it answers, not by who sent it: errors come from Flower itself.
+        return {reply.metadata.reply_to_message_id: _content_of(reply) for reply in replies}
 
     def _count(self, place: int, contents: Any) -> None:
         for content in contents:
             self._wire[place : place + 2] += torch.tensor(wire_of(content))
+
+
+def _content_of(reply: Message) -> RecordDict | Failure:
+    if reply.has_error():
+        code, reason = reply.error.code, reply.error.reason or ""
+        return Failure(NO_ANSWER.reason, GONE[code]) if code in GONE else Failure("raised", reason[:300])
+    refusal = config_of(reply.content).get("refusal")
+    return reply.content if refusal is None else Failure("refused", str(refusal)[:300])

@@ -16,17 +16,13 @@ import tomli_w
 from pfedla import __version__
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Experiment, build
+from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.keys import write_certificates, write_node_key
 from pfedla.flower.plan import SITES, Deployment, Plan
 from pfedla.run_folder import new_folder
 
 CONNECTION = "pfedla"  # the SuperLink's name in Flower's configuration
 PACKAGE = "pfedla_federation"
-QUIET = {  # no telemetry, no look for updates, and no installing of packages while a run goes on
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
 LOOPBACK = ("127.0.0.1", "localhost")  # `deploy local` reaches the server there
 HALF_OF_BYTE = 127.5
 
@@ -156,7 +152,7 @@ def write_flower_config(home: Path, address: str, ca: Path) -> None:
 
 def commands_of(folder: Path, plan: Plan, host: str, port: int) -> str:
     here, own = folder.resolve(), plan.experiment.data.dataset == SITES
-    exports = "export " + " ".join(f"{key}={value}" for key, value in QUIET.items())
+    exports = "export " + " ".join(f"{key}={value}" for key, value in FLOWER_SWITCHES.items())
     names = range(len(plan.deployment.names))
     data = ' data="/srv/mine.npz"' if own else ""
     register = "\n".join(

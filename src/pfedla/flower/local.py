@@ -17,7 +17,8 @@ from typing import Any, Self
 from pfedla.console import Reporter
 from pfedla.errors import PfedlaError, Stopped
 from pfedla.files import read_object
-from pfedla.flower.layout import CONNECTION, QUIET, write_flower_config
+from pfedla.flower import FLOWER_SWITCHES
+from pfedla.flower.layout import CONNECTION, write_flower_config
 from pfedla.flower.server_app import FAILED, FINISHED, RUN_FILE
 
 LOOPBACK = "127.0.0.1"
@@ -163,7 +164,7 @@ class LocalFederation:
     def _environment(self, name: str) -> dict[str, str]:
         programs = str(Path(sys.executable).parent)
         path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"  # Flower starts further programs by their names
-        return {**os.environ, **QUIET, "FLWR_HOME": str(self._home(name)), "PATH": path, "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(self._home(name)), "PATH": path, "PYTHONUNBUFFERED": "1"}
 
     def _home(self, name: str) -> Path:
         home = self.folder / "logs" / "flower" / name

@@ -20,8 +20,9 @@ from pfedla.data.federation import Examples, Outline
 from pfedla.engines.allocator import keep_freed_memory
 from pfedla.engines.client import Client, Test
 from pfedla.engines.threaded import for_one
-from pfedla.flower.codec import CONFIG, EXTRAS, TENSORS, Scalar, decoded, encoded
+from pfedla.flower.codec import CONFIG, EXTRAS, TENSORS, decoded, encoded
 
+Scalar = bool | int | float | str
 STATE, SENT, TRAIN, TEST, RESULT = "state", "sent", "train", "test", "result"
 ERROR, TRACE = "error", "trace"
 NO_LIMIT = 2**62  # a worker is no stranger but this very program
