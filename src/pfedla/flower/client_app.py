@@ -47,4 +47,4 @@ def answered(content: RecordDict, context: Context) -> RecordDict:
     cohort, base = cohort_of(config), int(str(config["base"]))
     if action == "train":
         return site.train(content, cohort, base)
-    return site.evaluate(content, cohort, base, keep=action == "personal")
+    return site.evaluate(content, cohort, base)

@@ -24,6 +24,7 @@ from pfedla.flower.plan import Deployment
 from pfedla.uploads import NO_ANSWER
 
 POLL = 0.5  # seconds between two looks at what has come
+ASK_AGAIN = 60.0  # seconds until a client that could not join may try again
 COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
 GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
 
@@ -42,6 +43,7 @@ class FlowerEngine:
         self._wire = torch.zeros(4, dtype=torch.int64)  # training traffic: bytes and arrays down, bytes and arrays up
         self._round = 0
         self._said: set[str] = set()
+        self._ask_again: dict[int, float] = {}  # when a client that could not join is asked again
         self._away: set[int] = set()  # clients that had joined and are not online
 
     # Who is there
@@ -81,9 +83,15 @@ class FlowerEngine:
 
     def _admit(self) -> bool:
         """Let those join who have come since; they take part from the next round on."""
-        new = {client: node for client, node in self._online().items() if client not in self.federation.joined}
+        now = time.monotonic()
+        new = {
+            client: node
+            for client, node in self._online().items()
+            if client not in self.federation.joined and now >= self._ask_again.get(client, 0)
+        }
         messages = {client: RecordDict({CONFIG: self._config("join", client)}) for client in new}
         for client, content in self._exchange(messages, MessageType.QUERY, new).items():
+            self._ask_again[client] = now + ASK_AGAIN
             if isinstance(content, Failure):
                 self._say_once(f"client {client} cannot join: {content.detail or content.reason}")
                 continue
@@ -129,8 +137,20 @@ class FlowerEngine:
         self._admit()
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> ClientMetrics:
+        ids, nodes = cohort.ids.tolist(), self._online()
+        messages = {
+            client: self._with_payload("evaluate", client, cohort, downloads.rows(row))
+            for row, client in enumerate(ids)
+            if client in nodes and client in self.federation.joined
+        }
+        replies = self._exchange(messages, MessageType.EVALUATE, nodes)
         metrics = []
-        for content in self._ask_all("evaluate", cohort, downloads):
+        for client in ids:
+            content = replies.get(client, NO_ANSWER)
+            if isinstance(content, Failure):
+                if client in replies:
+                    self.say(f"client {client} was not evaluated: {content.detail or content.reason}")
+                content = RecordDict()
             try:
                 accuracy, loss = (number_of(content, key) for key in ("accuracy", "loss"))
             except PfedlaError:
@@ -139,8 +159,7 @@ class FlowerEngine:
         return ClientMetrics(*(torch.tensor(column, dtype=torch.float64) for column in zip(*metrics, strict=True)))
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
-        """Every site writes its own; none comes here."""
-        self._ask_all("personal", cohort, downloads)
+        """None comes here: every site has written its own when it was evaluated, as it is after the last round."""
         return [{} for _ in cohort.ids]
 
     def state(self) -> Params:
@@ -185,21 +204,6 @@ class FlowerEngine:
                 self._away ^= {client}
                 self.say(f"round {self._round}: client {client} is {'back' if client in nodes else 'away'}")
         return nodes
-
-    def _ask_all(self, action: str, cohort: Cohort, downloads: Payload) -> list[RecordDict]:
-        """What each client of the cohort answers to what is no training; an empty record for one that does not."""
-        ids, nodes = cohort.ids.tolist(), self._online()
-        messages = {
-            client: self._with_payload(action, client, cohort, downloads.rows(row))
-            for row, client in enumerate(ids)
-            if client in nodes and client in self.federation.joined
-        }
-        replies = self._exchange(messages, MessageType.EVALUATE, nodes)
-        for client, content in replies.items():
-            if isinstance(content, Failure):
-                self.say(f"client {client} did not {action}: {content.detail or content.reason}")
-        found = (replies.get(client, NO_ANSWER) for client in ids)
-        return [RecordDict() if isinstance(content, Failure) else content for content in found]
 
     def _config(self, action: str, client: int, **more: Any) -> ConfigRecord:
         return ConfigRecord({"action": action, "run": self.run, "client": client, **more})

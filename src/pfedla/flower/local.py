@@ -142,16 +142,17 @@ class LocalFederation:
                 time.sleep(0.1)
 
     def stop(self, name: str, *, kill: bool = False) -> None:
-        """End a process and all it has started."""
+        """End a process and all it has started: at once, or after it has had the time to end by itself."""
         process = self.processes.pop(name)
-        group = process.pid
+        family = [process.pid, *descendants(process.pid)]  # of one that is dead, nobody knows the children any more
         if not kill:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        for member in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
         process.wait()
 
     def _start(self, name: str, command: list[str]) -> None:
@@ -177,6 +178,19 @@ def _program(name: str) -> Path:
     if not path.exists():
         raise PfedlaError(f"{name} is not installed beside this Python; pip install 'pfedla[flower]'")
     return path
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, and theirs. Flower starts them in sessions of their own, so that no signal reaches all."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = path.read_text()
+            parents[int(path.parent.name)] = int(text[text.rindex(")") + 2 :].split()[1])
+    found = [pid]
+    for parent in found:  # grows while it is walked through
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
 
 
 def free_port() -> int:

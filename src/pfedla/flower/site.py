@@ -87,12 +87,11 @@ class Site:
         self._keep(cohort.round, base, {name: value.cpu() for name, value in state.items()})
         return encoded_answer(answer, self.built.algorithm.task.layers)
 
-    def evaluate(self, content: RecordDict, cohort: Cohort, base: int, *, keep: bool) -> RecordDict:
-        """Test the personal model; `keep`: it is the run's end, and the model is written down here."""
+    def evaluate(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
+        """Test the personal model and write it down here: the site may use it from now on."""
         model = self.client.personal(self._state(base), base > 0, self._download(content), cohort)
         accuracy, loss = self.client.metrics(self.client.tested(model))
-        if keep:
-            self._write_personal({name: value.cpu() for name, value in model.items()}, accuracy)
+        self._write_personal({name: value.cpu() for name, value in model.items()}, cohort.round - 1, accuracy)
         return RecordDict({METRICS: MetricRecord({"accuracy": accuracy, "loss": loss})})
 
     def _download(self, content: RecordDict) -> Payload:
@@ -127,7 +126,7 @@ class Site:
     def _version(self, round: int) -> Path:
         return self.folder / f"round-{round}.safetensors"
 
-    def _write_personal(self, model: ClientState, accuracy: float) -> None:
+    def _write_personal(self, model: ClientState, round: int, accuracy: float) -> None:
         (self.folder / "models").mkdir(exist_ok=True)
         write_tensors(self.folder / "models" / f"client-{self.number}.safetensors", model)
         deployment = self.plan.deployment
@@ -135,7 +134,9 @@ class Site:
         known = {**here, "clients": deployment.names, "test": [], "subset": ""}
         write_text(self.folder / "federation.json", json.dumps(known, indent=2, ensure_ascii=False) + "\n")
         write_text(self.folder / "experiment.toml", self.built.experiment.to_toml())
-        write_text(self.folder / "result.json", json.dumps({"client": self.number, "accuracy": accuracy}, indent=2) + "\n")
+        write_text(
+            self.folder / "result.json", json.dumps({"client": self.number, "after_round": round, "accuracy": accuracy}) + "\n"
+        )
 
 
 def cohort_of(config: Mapping[str, Any]) -> Cohort:
