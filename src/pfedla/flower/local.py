@@ -29,17 +29,16 @@ LOOK = 15.0  # seconds between two questions whether the run still goes on: each
 class LocalFederation:
     """While it is entered, the SuperLink and all SuperNodes run; then they are stopped, with all that they started."""
 
-    def __init__(self, folder: Path, clients: int) -> None:
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, clients: int, *, lasting: bool = False) -> None:
+        """`lasting`: the SuperLink still knows its nodes when it is started again; costs it twice the time."""
+        self.folder, self.lasting = folder.resolve(), lasting
         self.clients = clients
         self.port = free_port()
         self.logs = self.folder / "logs"
-        self.database = self.logs / "state.db"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         self.logs.mkdir(exist_ok=True)
-        self.database.unlink(missing_ok=True)  # of an earlier time; the run's own state is in its checkpoints
         try:
             self.start_superlink()
             for client in range(self.clients):
@@ -58,10 +57,10 @@ class LocalFederation:
 
     def start_superlink(self) -> None:
         server, home = self.folder / "server", self._home("superlink")
+        database = ["--database", str(self.logs / "state.db")] if self.lasting else []
         write_flower_config(home, f"{LOOPBACK}:{self.port}", server / "ca.crt")
         self._start("superlink", [
-            "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), "--database", str(self.database),
-            "--enable-supernode-auth",
+            "flower-superlink", "--host", LOOPBACK, "--port", str(self.port), *database, "--enable-supernode-auth",
             "--disable-runtime-dependency-installation", "--ssl-ca-certfile", str(server / "ca.crt"),
             "--ssl-certfile", str(server / "server.crt"), "--ssl-keyfile", str(server / "server.key"),
         ])  # fmt: skip
