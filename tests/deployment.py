@@ -38,6 +38,8 @@ BEGUN = time.monotonic()
 MARK = "PFEDLA_DEPLOYMENT_TEST"
 DIGITS = {"data": {"dataset": "digits", "clients": 3}, "rounds": 3, "evaluate_every": 3, "training": {"local_epochs": 2}}
 
+TWO = {**DIGITS, "data": {"dataset": "digits", "clients": 2}}
+
 
 def deployment(folder: Path, values: dict[str, Any], **options: Any) -> Plan:
     write_deployment(folder, planned(Experiment.parse(values), None, folder, **options), [LOOPBACK], 9092)
@@ -196,7 +198,8 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
     node("bought", trusted, strangers["bought"] / "client.key")
     federation.stop("client-2")
     federation.start_supernode(2, **{"partition-id": 0})  # its own key, another's data
-    federation.run("spoiled", **{"deployment.wait": 15.0})
+    until(lambda: (federation.logs / "client-2.log").read_text().count("SuperNode ID: ") == 2, "the other configuration")
+    federation.run("spoiled", **{"deployment.wait": 3.0})
     ended(plan)
     logs = {name: (federation.logs / f"{name}.log").read_text() for name in ("stranger", "keyless", "other-ca", "client-2")}
     for name in ("stranger", "keyless", "other-ca"):
@@ -220,9 +223,9 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
 
 def node_killed(folder: Path) -> None:
     """kill -9 of a SuperNode while it trains: the round ends with the others, and the same node comes back."""
-    values = {**DIGITS, "rounds": 5, "evaluate_every": 5, "training": {"local_epochs": 60}}
+    values = {**TWO, "rounds": 5, "evaluate_every": 5, "training": {"local_epochs": 60}}
     plan = deployment(folder, {**values, "algorithm": {"name": "heurpfedla", "retained_layers": 2}})
-    with LocalFederation(folder, 3) as federation:
+    with LocalFederation(folder, 2) as federation:
         federation.run()
         log = federation.logs / "client-1.log"
         until(lambda: log.read_text().count("Receiving: train") == 2, "the second round")
@@ -251,8 +254,8 @@ def node_killed(folder: Path) -> None:
 
 def server_killed(folder: Path) -> None:
     """kill -9 of the ServerApp, then of the SuperLink: `resume` goes on each time, to the same end."""
-    plan = deployment(folder, {**DIGITS, "algorithm": {"name": "fedrep"}})
-    with LocalFederation(folder, 3, lasting=True) as federation:
+    plan = deployment(folder, {**TWO, "algorithm": {"name": "fedrep"}})
+    with LocalFederation(folder, 2, lasting=True) as federation:
         run = federation.run()
         until(plan.folder.joinpath("checkpoints/round-1.json").exists, "the first round")
         (server_app,) = (number for number, command in processes() if "flwr-serverapp" in command)

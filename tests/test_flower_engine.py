@@ -20,6 +20,7 @@ from pfedla.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.layout import OwnData
 from pfedla.flower.plan import Plan
+from pfedla.personal import evaluate_personal, load_personal
 from pfedla.result_file import read_result
 
 DIGITS = {"rounds": 2, "data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 2}}
@@ -145,7 +146,7 @@ def test_with_too_few_clients_it_waits_then_stops_and_can_go_on(tmp_path: Path) 
     plan = deployed(tmp_path / "fed", values_of("pfedla"), min_clients=3)
     grid = LoopbackGrid(plan, tmp_path)
     grid.absent = lambda client, round: client == 1
-    with pytest.raises(GaveUpError, match=r"only 2 clients are there \(0, 2\), fewer than min_clients = 3"):
+    with pytest.raises(GaveUpError, match=r"only 2 of 3 clients are there \(0, 2\), fewer than min_clients = 3"):
         served(grid)
     assert not plan.folder.exists()  # nothing was learned: the folder is free for the next try
     grid.absent = lambda client, round: client == 1 and len(grid.sent) > 8  # after the first round
@@ -215,10 +216,11 @@ def test_sites_bring_their_own_data(pixels: bool, tmp_path: Path) -> None:
     assert json.loads((plan.folder / "deployment.json").read_text())["examples"] == [24, 16]
     # At the site, what it has kept is a run folder: its model can be tested and taken out there.
     (site,) = (tmp_path / "site-1").glob("*/result.json")
-    from pfedla.personal import evaluate_personal, load_personal
-
-    tested = evaluate_personal(load_personal(site.parent, "1"), tmp_path / "other.npz")
-    assert tested["accuracy"] == result["accuracy"]["per_client"][1]
+    for data in (tmp_path / "other.npz", tmp_path / "theirs"):
+        tested = evaluate_personal(load_personal(site.parent, "1"), data)
+        assert tested["accuracy"] == result["accuracy"]["per_client"][1]
+    with pytest.raises(PfedlaError, match="give a file or folder with --data"):
+        evaluate_personal(load_personal(site.parent, "1"), None)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +243,29 @@ def test_data_that_do_not_fit_are_refused_at_joining_on_both_sides(
     said = served(grid)
     assert any(line.startswith(f"client 1 cannot join: {sentence}") for line in said)
     assert f"pfedla: {sentence}" in capsys.readouterr().err
+
+
+def test_a_model_is_not_tested_on_what_its_site_trained_on(tmp_path: Path) -> None:
+    plan = own_plan(tmp_path / "fed")
+    grid = LoopbackGrid(plan, tmp_path)
+    for client in (0, 1):
+        path = own_file(tmp_path / f"data-{client}.npz", seed=client)
+        with np.load(path) as arrays:
+            x, y = arrays["x"], arrays["y"]
+        np.savez(path, x=x, y=y)  # no ready test split: the site holds one out
+        grid.config[client]["data"] = str(path)
+    served(grid)
+    (site,) = (tmp_path / "site-1").glob("*/result.json")
+    with pytest.raises(PfedlaError, match="the run trained on these examples"):
+        evaluate_personal(load_personal(site.parent, "1"), tmp_path / "data-1.npz")
+
+
+def test_a_site_tests_its_part_of_a_common_data_set(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", values_of("fedrep"))
+    served(LoopbackGrid(plan, tmp_path))
+    (site,) = (tmp_path / "site-2").glob("*/result.json")
+    tested = evaluate_personal(load_personal(site.parent, "2"), None)
+    assert tested["accuracy"] == read_result(plan.folder / "result.json")["accuracy"]["per_client"][2]
 
 
 def test_data_that_change_while_a_run_goes_on_are_refused(tmp_path: Path) -> None:
@@ -436,6 +461,23 @@ def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
         with pytest.raises(PfedlaError, match="--"):
             OwnData.of(shape, classes, pixels)
     assert not list(tmp_path.iterdir())
+
+
+def test_another_version_and_a_folder_that_is_there_are_refused(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", DIGITS)
+    with pytest.raises(PfedlaError, match=r"here is pfedla .*, the federation runs 9.9: install the same"):
+        served(LoopbackGrid(plan, tmp_path), version="9.9")
+    plan.folder.mkdir()
+    with pytest.raises(PfedlaError, match="exists already and is never overwritten; go on in it with --run-config"):
+        served(LoopbackGrid(plan, tmp_path))
+
+
+def test_own_data_in_a_federation_of_a_common_data_set_are_refused(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", values_of("pfedla", rounds=1))
+    grid = LoopbackGrid(plan, tmp_path)
+    grid.config[1]["data"] = str(own_file(tmp_path / "mine.npz"))
+    said = served(grid)
+    assert any("client 1 cannot join: this federation cuts digits into clients itself" in line for line in said)
 
 
 def test_the_run_configuration_says_the_same_again(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def local(
     """
     _check_flower()
     from pfedla.console import Reporter
+    from pfedla.experiment import SITES
     from pfedla.flower.layout import read_plan
     from pfedla.flower.local import run_locally
     from pfedla.interruption import Interruption
@@ -107,6 +108,12 @@ def local(
 
     folder = folder.resolve()
     plan = read_plan(folder)
+    if plan.experiment.data.dataset == SITES:
+        sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(len(plan.deployment.names))]
+        if missing := [str(path) for path in sites if not path.exists()]:
+            raise PfedlaError(
+                f"the sites bring their own data: put it at {missing[0]} ({len(missing)} of {len(sites)} missing)"
+            )
     run_folder = (last_numbered if resume else numbered)(folder / "run")
     rounds = rounds or plan.experiment.rounds
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}

@@ -28,6 +28,7 @@ from pfedla.simulation import Settings
 from pfedla.tasks import task_of
 
 Auto = Literal["auto"]
+SITES = "sites"  # the data set of a deployment whose sites bring their own data
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 DATASET_KEYS = {"dataset", "classes_limit"}  # of [data]; the other keys say how the data are cut
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -11,10 +11,11 @@ from pydantic import BaseModel, FailFast, Field, ValidationError, model_validato
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pfedla.data.own import load_npz
+from pfedla.data.federation import digest_of
+from pfedla.data.own import load_arrays
 from pfedla.errors import PfedlaError, unknown
-from pfedla.experiment import Experiment, build_federation, read_toml
-from pfedla.files import read_json, read_tensors
+from pfedla.experiment import SITES, Experiment, build_federation, read_toml
+from pfedla.files import read_json, read_object, read_tensors
 from pfedla.models import build_model, outline
 from pfedla.run_folder import new_folder
 from pfedla.tasks import load_tensors, task_of
@@ -55,6 +56,10 @@ class PersonalModel:
     tensors: dict[str, Tensor]
     experiment: Experiment
     federation: FederationFile
+
+    def site(self) -> dict[str, Any]:
+        """What a site of a deployment knows of itself; nothing if the folder is not a site's."""
+        return read_object(self.run / "site.json") if (self.run / "site.json").exists() else {}
 
 
 class RawInput(nn.Module):
@@ -116,20 +121,30 @@ def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, A
 
 
 def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
+    if personal.experiment.data.dataset == SITES:
+        raise PfedlaError("the site's data are its own: give a file or folder with --data")
     section, federation = build_federation(personal.experiment.data, personal.experiment.seed)
     known = personal.federation
-    now = federation.shape, federation.classes, federation.class_counts()[:, 1].tolist()
-    if now != (known.shape, known.classes, known.test):
+    if site := personal.site():  # it knows of its own examples only
+        unchanged = site.get("digest") == digest_of(federation.train[personal.client], federation.test[personal.client])
+    else:
+        counts = federation.class_counts()[:, 1].tolist()
+        unchanged = (federation.shape, federation.classes, counts) == (known.shape, known.classes, known.test)
+    if not unchanged:
         raise PfedlaError(f"{section.dataset} is not what it was when the run was made; give a file with --data")
     return federation.test[personal.client]
 
 
 def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
-    dataset = load_npz(path)
+    dataset = load_arrays(path)
     known = personal.federation
-    if dataset.test is None and str(path.resolve()) in (personal.experiment.data.dataset, known.subset):
-        raise PfedlaError(f"{path}: the run trained on these examples; leave --data out to test on the client's own split")
+    trained_on = (personal.experiment.data.dataset, known.subset, personal.site().get("data"))
+    if dataset.test is None and str(path.resolve()) in trained_on:
+        raise PfedlaError(
+            f"{path}: the run trained on these examples; mark a test split in the file, or leave --data out to test on the "
+            "client's own split of a common data set"
+        )
     dataset = dataset.fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
     if dataset.client is not None and personal.experiment.data.partition == "client":

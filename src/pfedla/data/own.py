@@ -66,6 +66,26 @@ class Dataset:
         return replace(self, y=number[self.y], classes=classes)
 
 
+def load_arrays(path: Path) -> Dataset:
+    """The same arrays from a .npz, or from a folder that holds each as a .npy."""
+    return _load_folder(path) if path.is_dir() else load_npz(path)
+
+
+def _load_folder(path: Path) -> Dataset:
+    arrays: dict[str, Any] = {}
+    for name in ("x", "y", "test"):
+        file = path / f"{name}.npy"
+        if file.is_file():
+            try:
+                with file.open("rb") as opened:
+                    arrays[name] = read_plain_array(opened, file.stat().st_size, str(file))
+            except (OSError, ValueError) as error:
+                raise PfedlaError(f"{file}: cannot be read ({error})") from None
+        elif name != "test":
+            raise PfedlaError(f"{path}: no {name}.npy; a folder of data holds x.npy, y.npy and perhaps test.npy")
+    return dataset_of(path.name, **arrays)
+
+
 def load_npz(path: Path) -> Dataset:
     """A file with x, y, and optionally client (whose example) and test (a ready test split)."""
     try:

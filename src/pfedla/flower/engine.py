@@ -4,6 +4,7 @@ Client i is the node with the i-th public key. The server remembers after which 
 that version of its private state is the one the client is told to go on from.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -24,6 +25,7 @@ from pfedla.flower.plan import Deployment
 from pfedla.uploads import NO_ANSWER
 
 POLL = 0.5  # seconds between two looks at what has come
+JOINING = 120.0  # seconds for a client to answer when it is asked to join
 ASK_AGAIN = 60.0  # seconds until a client that could not join may try again
 COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
 GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
@@ -66,7 +68,7 @@ class FlowerEngine:
     def _too_few(self, there: Mapping[int, object]) -> GaveUpError:
         who = ", ".join(map(str, there)) or "nobody"
         return GaveUpError(
-            f"after {self.deployment.wait:.0f} s only {len(there)} clients are there ({who}), "
+            f"after {self.deployment.wait:.0f} s only {len(there)} of {len(self.federation)} clients are there ({who}), "
             f"fewer than min_clients = {self.deployment.min_clients}; start the others, then go on with resume"
         )
 
@@ -90,7 +92,7 @@ class FlowerEngine:
             if client not in self.federation.joined and now >= self._ask_again.get(client, 0)
         }
         messages = {client: RecordDict({CONFIG: self._config("join", client)}) for client in new}
-        for client, content in self._exchange(messages, MessageType.QUERY, new).items():
+        for client, content in self._exchange(messages, MessageType.QUERY, new, JOINING).items():
             self._ask_again[client] = now + ASK_AGAIN
             if isinstance(content, Failure):
                 self._say_once(f"client {client} cannot join: {content.detail or content.reason}")
@@ -216,12 +218,12 @@ class FlowerEngine:
         return content
 
     def _exchange(
-        self, contents: Mapping[int, RecordDict], kind: str, nodes: Mapping[int, int]
+        self, contents: Mapping[int, RecordDict], kind: str, nodes: Mapping[int, int], limit: float = math.inf
     ) -> dict[int, RecordDict | Failure]:
         """Send each client its message and collect what comes back in time."""
         if not contents:
             return {}
-        limit = self.deployment.round_timeout
+        limit = min(limit, self.deployment.round_timeout)
         messages = [Message(content, nodes[client], kind, ttl=limit) for client, content in contents.items()]
         ids = list(self.grid.push_messages(messages))
         if len(ids) != len(messages):

@@ -19,7 +19,8 @@ from cryptography.x509.oid import NameOID
 
 from pfedla.errors import PfedlaError, shown
 
-DAYS = 825  # the longest that common TLS libraries accept for a server's certificate
+SERVER_DAYS = 825  # the longest that common TLS libraries accept for a server's certificate
+CA_DAYS = 3650
 
 
 def pem_of(openssh: str) -> bytes:
@@ -51,14 +52,14 @@ def write_certificates(folder: Path, hosts: list[str]) -> None:
     ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     ca_name = _name("pfedla federation CA")
     ca = (
-        _certificate(ca_name, ca_name, ca_key.public_key())
+        _certificate(ca_name, ca_name, ca_key.public_key(), CA_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(ca_key, hashes.SHA384())
     )
     server = (
-        _certificate(_name(hosts[0]), ca_name, server_key.public_key())
+        _certificate(_name(hosts[0]), ca_name, server_key.public_key(), SERVER_DAYS)
         .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
@@ -82,10 +83,10 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
     now = datetime.now(UTC) - timedelta(hours=1)  # the sites' clocks may be a little behind
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    return builder.serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + timedelta(days=DAYS))
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + timedelta(days=days))
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:

@@ -15,10 +15,10 @@ import tomli_w
 
 from pfedla import __version__
 from pfedla.errors import PfedlaError
-from pfedla.experiment import Experiment, build
+from pfedla.experiment import SITES, Experiment, build
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.keys import write_certificates, write_node_key
-from pfedla.flower.plan import SITES, Deployment, Plan
+from pfedla.flower.plan import Deployment, Plan
 from pfedla.run_folder import new_folder
 
 CONNECTION = "pfedla"  # the SuperLink's name in Flower's configuration
@@ -54,7 +54,7 @@ def planned(experiment: Experiment, own: OwnData | None, folder: Path, **options
     engine = experiment.engine.model_copy(update={"name": "threaded", "compile": "off"})  # what a site runs, for one client
     checkpoint = experiment.checkpoint.model_copy(update={"rounds": 1})  # a server may go down after any round
     experiment = experiment.model_copy(update={"engine": engine, "checkpoint": checkpoint})
-    common = {"folder": str(folder / "run"), **options}
+    common = {"version": __version__, "folder": str(folder / "run"), **options}
     if own is None:
         built = build(experiment)
         known = built.federation
@@ -191,7 +191,7 @@ every shell:
         --node-config 'partition-id=i state="/srv/pfedla"{data}'
 
 `--node-config` also takes threads=4 (cores for training; with 1, the default, the numbers are those of a simulation to the
-last bit) and device="cuda".{_about_data(plan) if own else ""} Never copy server/*.key or another site's folder to a site.
+last bit) and device="cuda". Two SuperNodes on one machine need a --port each.{_about_data(plan) if own else ""} Never copy server/*.key or another site's folder to a site.
 
 ## All of it on this machine, to try
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +20,7 @@ from pfedla.errors import PfedlaError, Stopped
 from pfedla.files import read_object
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.layout import CONNECTION, write_flower_config
-from pfedla.flower.server_app import FAILED, FINISHED, RUN_FILE
+from pfedla.flower.server_app import FAILED, FINISHED, RUN_FILE, log_of
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = 60.0  # seconds for a process to be ready
@@ -41,8 +42,9 @@ class LocalFederation:
         self.logs.mkdir(exist_ok=True)
         try:
             self.start_superlink()
-            for client in range(self.clients):
-                self.register(self.folder / "sites" / f"client-{client}" / "client.key.pub", f"client-{client}")
+            names = [f"client-{client}" for client in range(self.clients)]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(self.register, [self.folder / "sites" / name / "client.key.pub" for name in names], names))
             for client in range(self.clients):
                 self.start_supernode(client)
         except BaseException:
@@ -210,7 +212,7 @@ def run_locally(
     folder: Path, clients: int, run_folder: Path, reporter: Reporter, stopping: Callable[[], bool], **config: Any
 ) -> None:
     """Start everything, run, relay what the server says, stop everything; leaves the run folder as a simulation does."""
-    log = run_folder.with_name(f"{run_folder.name}.log")
+    log = log_of(run_folder)
     start = log.stat().st_size if log.exists() else 0
     reporter.say(f"starting a SuperLink and {clients} SuperNodes on loopback; their logs: {folder / 'logs'}")
     line = ""

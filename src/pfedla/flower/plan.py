@@ -13,11 +13,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pfedla import __version__
 from pfedla.data.federation import Outline
 from pfedla.errors import PfedlaError, shown
 from pfedla.experiment import Built, Experiment, assembled
 
-SITES = "sites"  # the data set of a federation whose sites bring their own data
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
 
 
@@ -25,6 +25,7 @@ class Deployment(BaseModel):
     """[deployment]: what is not the experiment's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    version: str  # of pfedla, the same everywhere
     folder: str  # the run folder, on the server
     resume: bool = False  # go on in it
     min_clients: Annotated[int, Field(ge=1)] = 1  # with fewer at hand the run waits, then stops
@@ -75,6 +76,8 @@ class Plan(NamedTuple):
         experiment = self.experiment
         if experiment.faults.active():
             raise PfedlaError("[faults] makes simulated clients fail on purpose; leave it out of a deployment")
+        if self.deployment.version != __version__:
+            raise PfedlaError(f"here is pfedla {__version__}, the federation runs {self.deployment.version}: install the same")
         built = assembled(experiment, outline)
         if len(outline) > 1 and len(set(self.deployment.keys)) < len(outline):
             raise PfedlaError("two clients have the same key")

@@ -1,6 +1,7 @@
 """The server's side of a Flower app: the same rounds, checkpoints and run folder as everywhere, with the clients elsewhere."""
 
 import secrets
+from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -22,15 +23,20 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    plan = Plan.of_run_config(context.run_config)
-    log = plan.folder.with_name(f"{plan.folder.name}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with Reporter(plan.experiment.rounds, quiet=False, log=log) as reporter:
+    folder = Path(str(context.run_config["deployment.folder"]))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    rounds = context.run_config.get("rounds", 0)
+    with Reporter(rounds if isinstance(rounds, int) else 0, quiet=False, log=log_of(folder)) as reporter:
         try:
-            serve(grid, plan, reporter)
+            serve(grid, Plan.of_run_config(context.run_config), reporter)
         except BaseException as error:
             reporter.say(f"{FAILED}{error if isinstance(error, PfedlaError) else repr(error)}")
             raise
+
+
+def log_of(folder: Path) -> Path:
+    """Where the server's lines go: beside the run folder, which is not there before the clients are."""
+    return folder.with_name(f"{folder.name}.log")
 
 
 def serve(grid: Grid, plan: Plan, reporter: Reporter) -> None:
@@ -39,6 +45,11 @@ def serve(grid: Grid, plan: Plan, reporter: Reporter) -> None:
     federation = RemoteFederation(deployment)
     built = plan.built(federation)
     reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
+    if plan.folder.exists() and not deployment.resume:
+        raise PfedlaError(
+            f"{plan.folder} exists already and is never overwritten; go on in it with --run-config "
+            "'deployment.resume=true', or give another deployment.folder"
+        )
     folder = RunFolder(plan.folder, resume=deployment.resume)
     try:
         known = folder.path / RUN_FILE

@@ -19,13 +19,13 @@ import torch
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import save_file
 
-from pfedla import __version__
 from pfedla.contracts import ClientState, Cohort, Payload
 from pfedla.data.federation import digest_of
 from pfedla.engines.allocator import keep_freed_memory
 from pfedla.engines.client import Client, moved
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError
+from pfedla.experiment import SITES
 from pfedla.files import read_object, read_tensors, write_text, write_whole
 from pfedla.flower.codec import CONFIG, METRICS, decoded_download, encoded_answer
 from pfedla.flower.plan import Plan
@@ -52,6 +52,8 @@ class Site:
         keep_freed_memory()
         experiment, self.own = self.built.experiment, "data" in node
         if self.own:
+            if experiment.data.dataset != SITES:
+                raise PfedlaError(f"this federation cuts {experiment.data.dataset} into clients itself: leave data= out")
             train, test = own_examples(Path(str(node["data"])).expanduser(), outline, experiment.seed)
         else:
             train, test = part_examples(experiment, outline, self.number, self.folder / "data.safetensors")
@@ -59,23 +61,23 @@ class Site:
         task = self.built.algorithm.task.to(self.device).direct(outline.shape)
         algorithm = dataclasses.replace(self.built.algorithm, task=task)
         self.client = Client(self.number, train, test, outline, algorithm, self.device, experiment.recalibrate)
-        self._check_unchanged(digest_of(train, test))
+        self._check_unchanged({"digest": digest_of(train, test), "data": str(Path(str(node.get("data", ""))).resolve())})
 
-    def _check_unchanged(self, digest: str) -> None:
+    def _check_unchanged(self, about: dict[str, str]) -> None:
         known = self.folder / "site.json"
         if known.exists():
-            if read_object(known).get("digest") != digest:
+            if read_object(known).get("digest") != about["digest"]:
                 raise PfedlaError("the data of this site have changed since the run began; put them back, or start a new run")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(known, json.dumps({"client": self.number, "digest": digest, "pfedla": __version__}, indent=1) + "\n")
+        write_text(known, json.dumps({"client": self.number, **about}, indent=1) + "\n")
 
     # What the server may ask for
 
     def join(self) -> RecordDict:
         """How many examples there are; their classes only where everybody has them anyway."""
         train, test = self.client.train.y, self.client.test.y
-        about: dict[str, Any] = {"train": len(train), "test": len(test), "pfedla": __version__}
+        about: dict[str, Any] = {"train": len(train), "test": len(test)}
         if not self.own:
             about["digest"] = str(read_object(self.folder / "site.json")["digest"])
             counts = (np.bincount(part.numpy(), minlength=len(self.plan.deployment.classes)).tolist() for part in (train, test))

@@ -2,42 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 
 from pfedla.data.federation import Examples, Outline, partitioned
-from pfedla.data.own import Dataset, dataset_of, load_npz
+from pfedla.data.own import load_arrays
 from pfedla.data.recipe import recipe_of
 from pfedla.errors import PfedlaError
-from pfedla.experiment import Experiment, build_federation
-from pfedla.files import read_plain_array, write_whole
-from pfedla.flower.plan import SITES
+from pfedla.experiment import SITES, Experiment, build_federation
+from pfedla.files import write_whole
 
 
 def own_examples(path: Path, outline: Outline, seed: int) -> tuple[Examples, Examples]:
     """Training and test examples of a .npz or a folder of .npy files (x, y, and test to mark a ready test split)."""
-    dataset = _folder(path) if path.is_dir() else load_npz(path)
+    dataset = load_arrays(path)
     dataset = dataset.fitted(outline.shape, outline.classes, pixels=bool(outline.mean), whose="this federation")
     dataset = replace(dataset, client=np.zeros(len(dataset.y), np.int64), client_names=("this one",))
     one = partitioned(dataset, recipe_of(dataset, partition="client"), seed)
     return one.train[0], one.test[0]
-
-
-def _folder(path: Path) -> Dataset:
-    arrays: dict[str, Any] = {}
-    for name in ("x", "y", "test"):
-        file = path / f"{name}.npy"
-        if file.is_file():
-            try:
-                with file.open("rb") as opened:
-                    arrays[name] = read_plain_array(opened, file.stat().st_size, str(file))
-            except (OSError, ValueError) as error:
-                raise PfedlaError(f"{file}: cannot be read ({error})") from None
-        elif name != "test":
-            raise PfedlaError(f"{path}: no {name}.npy; a folder of data holds x.npy, y.npy and perhaps test.npy")
-    return dataset_of(path.name, **arrays)
 
 
 def part_examples(experiment: Experiment, outline: Outline, number: int, kept: Path) -> tuple[Examples, Examples]:
