@@ -48,6 +48,7 @@ def round_report(out: Path, *contenders: str) -> dict:
     return result
 
 
+@pytest.mark.slow
 def test_the_round_benchmark(tmp_path: Path) -> None:
     round_report(tmp_path, "textbook", "threaded")
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,12 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("command", sorted({command for _, command in DOCUMENTED}))
+def marked(command: str) -> Any:
+    """Several methods and seeds take their time."""
+    return pytest.param(command, marks=pytest.mark.slow if "--seeds" in command else (), id=command)
+
+
+@pytest.mark.parametrize("command", [marked(command) for command in sorted({command for _, command in DOCUMENTED})])
 def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
     """Every `pfedla` command of the README and the docs, with its rounds cut short; RUN is a run made here."""
     words = shlex.split(command)[1:]

@@ -12,8 +12,8 @@ from pfedla.contracts import Cohort, Payload
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
 from pfedla.errors import PfedlaError
-from pfedla.experiment import with_setting
 from pfedla.faults import Faults
+from pfedla.options import with_setting
 from pfedla.rounds import everyone, sample_cohort
 
 

@@ -72,7 +72,7 @@ def threaded(plan: Plan, out: Path) -> Path:
     return pfedla.run(plan.experiment, out)
 
 
-@pytest.mark.parametrize("name", methods("pfedla", "heurpfedla", "fedfomo"))
+@pytest.mark.parametrize("name", methods("pfedla", "fedfomo"))
 def test_a_method_over_messages_is_the_method(name: str, tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of(name, **(with_batch_norm(tmp_path) if name in ("fedbn", "pfedla") else {})))
     served(LoopbackGrid(plan, tmp_path))
@@ -81,7 +81,7 @@ def test_a_method_over_messages_is_the_method(name: str, tmp_path: Path) -> None
     assert described[0] == described[1]
 
 
-@pytest.mark.parametrize("name", ["heurpfedla", "fedrep"])
+@pytest.mark.parametrize("name", ["heurpfedla", pytest.param("fedrep", marks=pytest.mark.slow)])
 def test_the_wire_carries_the_accounted_bytes_and_a_header_for_every_tensor(name: str, tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of(name))
     grid = LoopbackGrid(plan, tmp_path)
@@ -99,7 +99,7 @@ def test_the_wire_carries_the_accounted_bytes_and_a_header_for_every_tensor(name
         assert wire["down"]["num_arrays"] < wire["up"]["num_arrays"]
 
 
-@pytest.mark.parametrize("name", ["heurpfedla", "pfedme"])
+@pytest.mark.parametrize("name", ["heurpfedla", pytest.param("pfedme", marks=pytest.mark.slow)])
 def test_a_server_that_stops_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     """It stops in the middle of round 2, when the sites have already trained: their newer state must not count."""
     plan = deployed(tmp_path / "fed", values_of(name, rounds=3))
@@ -119,6 +119,7 @@ def test_a_server_that_stops_goes_on_where_it_was(name: str, tmp_path: Path) -> 
     assert_as_simulated(plan, tmp_path, threaded(plan, tmp_path / "simulated"))
 
 
+@pytest.mark.slow
 def test_what_was_not_taken_advances_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 1's answer to round 2 is lost on the way: the same as if it had been absent."""
     plan = deployed(tmp_path / "fed", values_of("heurpfedla", rounds=3))
@@ -142,6 +143,7 @@ def test_a_client_that_comes_late_takes_part_from_the_next_round_on(tmp_path: Pa
     assert_as_simulated(plan, tmp_path, threaded(plan, tmp_path / "simulated"))
 
 
+@pytest.mark.slow
 def test_with_too_few_clients_it_waits_then_stops_and_can_go_on(tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of("pfedla"), min_clients=3)
     grid = LoopbackGrid(plan, tmp_path)
@@ -157,6 +159,7 @@ def test_with_too_few_clients_it_waits_then_stops_and_can_go_on(tmp_path: Path) 
     assert_as_simulated(plan, tmp_path, threaded(plan, tmp_path / "simulated"))
 
 
+@pytest.mark.slow
 def test_client_i_is_the_node_with_the_ith_key(tmp_path: Path) -> None:
     """Whatever the nodes' numbers, names and order; a node with a key of nobody is left out."""
     plan = deployed(tmp_path / "fed", values_of("pfedla"))
@@ -245,6 +248,7 @@ def test_data_that_do_not_fit_are_refused_at_joining_on_both_sides(
     assert f"pfedla: {sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_is_not_tested_on_what_its_site_trained_on(tmp_path: Path) -> None:
     plan = own_plan(tmp_path / "fed")
     grid = LoopbackGrid(plan, tmp_path)
@@ -268,6 +272,7 @@ def test_a_site_tests_its_part_of_a_common_data_set(tmp_path: Path) -> None:
     assert tested["accuracy"] == read_result(plan.folder / "result.json")["accuracy"]["per_client"][2]
 
 
+@pytest.mark.slow
 def test_data_that_change_while_a_run_goes_on_are_refused(tmp_path: Path) -> None:
     plan = own_plan(tmp_path / "fed")
     grid = LoopbackGrid(plan, tmp_path)
@@ -284,6 +289,7 @@ def test_data_that_change_while_a_run_goes_on_are_refused(tmp_path: Path) -> Non
     assert read_result(plan.folder / "result.json")["failures"] == {"1": {"refused": 1}}
 
 
+@pytest.mark.slow
 def test_a_site_whose_private_state_is_lost_says_so(tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of("fedrep"))
     grid = LoopbackGrid(plan, tmp_path)
@@ -380,6 +386,7 @@ def test_bad_answers_are_refused_and_counted_and_the_run_goes_on(tmp_path: Path,
     assert same(*(load_file(folder / "alpha.safetensors") for folder in (plan.folder, simulated)))
 
 
+@pytest.mark.slow
 def test_layers_that_should_stay_at_home_are_refused(tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of("fedrep"))
     grid = LoopbackGrid(plan, tmp_path)
@@ -395,6 +402,7 @@ def test_layers_that_should_stay_at_home_are_refused(tmp_path: Path) -> None:
     assert failures == {"1": {"wrong names": 2}}
 
 
+@pytest.mark.slow
 def test_evaluation_and_joining_of_a_liar_cannot_stop_the_run(tmp_path: Path) -> None:
     plan = deployed(tmp_path / "fed", values_of("pfedla"))
     grid = LoopbackGrid(plan, tmp_path)

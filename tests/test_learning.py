@@ -51,7 +51,7 @@ FORMS = pytest.mark.parametrize(("form", "rate"), [("network", 2.0), ("compact",
 
 
 @FORMS
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_two_clusters_find_each_other(seed: int, form: str, rate: float) -> None:
     federation, how = clusters(seed=seed), {"rounds": 60, "lr": 0.1, "seed": seed}
     result = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, hypernetwork_lr=rate, **how)

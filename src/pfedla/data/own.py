@@ -57,8 +57,8 @@ class Dataset:
         if self.x.shape[1:] != shape:
             raise PfedlaError(f"{self.name}: examples of shape {self.x.shape[1:]}, {whose} takes {shape}")
         if (self.x.dtype == np.uint8) != pixels:
-            kind = "uint8 images" if pixels else "floats in their own scale"
-            raise PfedlaError(f"{self.name}: x is {self.x.dtype}, but {whose} takes {kind}")
+            kind = "uint8 images" if pixels else "floats"
+            raise PfedlaError(f"{self.name}: x is {self.x.dtype}, but {whose} takes {kind} in their own scale")
         for name in self.classes:
             if name not in classes:
                 raise unknown("class", name, classes)

@@ -191,7 +191,8 @@ every shell:
         --node-config 'partition-id=i state="/srv/pfedla"{data}'
 
 `--node-config` also takes threads=4 (cores for training; with 1, the default, the numbers are those of a simulation to the
-last bit) and device="cuda". Two SuperNodes on one machine need a --port each.{_about_data(plan) if own else ""} Never copy server/*.key or another site's folder to a site.
+last bit) and device="cuda". Two SuperNodes on one machine need a --port each.{_about_data(plan) if own else ""}
+Never copy server/*.key or another site's folder to a site.
 
 ## All of it on this machine, to try
 
