@@ -20,6 +20,7 @@ from pfedla.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.layout import OwnData
 from pfedla.flower.plan import Plan
+from pfedla.flower.site import Site
 from pfedla.personal import evaluate_personal, load_personal
 from pfedla.result_file import read_result
 
@@ -303,6 +304,20 @@ def test_a_site_whose_private_state_is_lost_says_so(tmp_path: Path) -> None:
     said = served(grid)
     assert read_result(plan.folder / "result.json")["failures"] == {"1": {"refused": 1}}
     assert any("round-1.safetensors of this run is not in" in line for line in said)
+
+
+def test_a_round_that_ends_too_late_takes_nothing_from_a_later_one(tmp_path: Path) -> None:
+    """The server has given round 5 up; the site finishes it after round 6."""
+    plan = deployed(tmp_path / "fed", values_of("fedrep"))
+    config = {"client": 0, "run": "0" * 16}
+    site = Site(plan, config, {"state": str(tmp_path / "site-0")})
+    state = site.client.algorithm.init_client()
+    for round, base in ((3, 2), (4, 3), (6, 4), (5, 4)):
+        site._keep(round, base, state)
+    versions = sorted(path.stem for path in site.folder.glob("round-*"))
+    assert versions == ["round-3", "round-4", "round-5", "round-6"]
+    site._keep(7, 6, state)
+    assert sorted(path.stem for path in site.folder.glob("round-*")) == ["round-5", "round-6", "round-7"]
 
 
 # What clients may send

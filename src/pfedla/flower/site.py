@@ -121,8 +121,8 @@ class Site:
         write_whole(self._version(round), lambda part: save_file({n: v.contiguous() for n, v in state.items()}, part))
         there = [int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors")]
         accepted = sorted(number for number in there if number <= base)[-(KEPT - 1) :]
-        for number in there:
-            if number not in (round, *accepted):
+        for number in there:  # never a later one: this may be a round that the server no longer waited for
+            if number < round and number not in accepted:
                 self._version(number).unlink(missing_ok=True)
 
     def _version(self, round: int) -> Path:
