@@ -16,6 +16,7 @@ from pfedla.console import Reporter
 from pfedla.experiment import Experiment
 from pfedla.flower.layout import planned, read_plan, write_deployment
 from pfedla.flower.local import LOOPBACK, run_locally
+from pfedla.interruption import Interruption
 from pfedla.result_file import read_result
 from pfedla.results import environment
 
@@ -31,7 +32,7 @@ def measure(dataset: str, clients: int, folder: Path) -> dict[str, Any]:
     deployment = planned(Experiment.parse(values), None, folder)
     write_deployment(folder, deployment, [LOOPBACK], 9092)
     plan = read_plan(folder)
-    run_locally(folder, clients, plan.folder, Reporter(ROUNDS, quiet=False), lambda: False)
+    run_locally(folder, clients, plan.folder, Reporter(ROUNDS, quiet=False), Interruption())
     simulated = pfedla.run(plan.experiment, folder / "simulated")
     seconds = [read_result(run / "result.json")["seconds"]["phases"] for run in (plan.folder, simulated)]
     deployed, threaded = (one["train"] / ROUNDS for one in seconds)

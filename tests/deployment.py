@@ -30,7 +30,7 @@ from pfedla.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.keys import write_certificates, write_node_key
 from pfedla.flower.layout import _write_app, planned, read_plan, write_deployment
-from pfedla.flower.local import LOOPBACK, LocalFederation, free_port, gather_models
+from pfedla.flower.local import LOOPBACK, LocalFederation, descendants, free_port, gather_models
 from pfedla.flower.plan import Plan
 from pfedla.result_file import read_result
 
@@ -229,7 +229,8 @@ def node_killed(folder: Path) -> None:
         federation.run()
         log = federation.logs / "client-1.log"
         until(lambda: log.read_text().count("Receiving: train") == 2, "the second round")
-        until(lambda: any("flwr-clientapp" in command for _, command in processes()), "the client's work")
+        node = federation.processes["client-1"].pid
+        until(lambda: {pid for pid, command in processes() if "flwr-clientapp" in command} & {*descendants(node)}, "its work")
         federation.stop("client-1", kill=True)
 
         def back() -> bool:  # refused as long as Flower believes the first one to be there
@@ -254,7 +255,7 @@ def node_killed(folder: Path) -> None:
 
 def server_killed(folder: Path) -> None:
     """kill -9 of the ServerApp, then of the SuperLink: `resume` goes on each time, to the same end."""
-    plan = deployment(folder, {**TWO, "algorithm": {"name": "fedrep"}})
+    plan = deployment(folder, {**TWO, "algorithm": {"name": "fedrep"}, "training": {"local_epochs": 20}})
     with LocalFederation(folder, 2, lasting=True) as federation:
         run = federation.run()
         until(plan.folder.joinpath("checkpoints/round-1.json").exists, "the first round")

@@ -134,6 +134,36 @@ def test_what_was_not_taken_advances_nothing(tmp_path: Path, monkeypatch: pytest
     assert read_result(plan.folder / "result.json")["failures"] == {"1": {"no answer": 1}}
 
 
+@pytest.mark.slow
+def test_a_cohort_of_which_nobody_is_there_is_a_failed_round_not_the_end(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", values_of("fedavg", rounds=6, evaluate_every=6, participation=0.3))  # one client a round
+    grid = LoopbackGrid(plan, tmp_path)
+    grid.absent = lambda client, round: client == 0 and round > 0
+    served(grid)
+    failures = read_result(plan.folder / "result.json")["failures"]
+    assert failures.keys() == {"0"}
+
+
+def test_what_a_client_says_stays_in_one_line(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", values_of("pfedla", rounds=1))
+    grid = LoopbackGrid(plan, tmp_path)
+    text = ConfigRecord({"refusal": "no\nfinished: all is well\x1b[2J"})
+    grid.change = lambda client, message: replaced(message, "config", text) if client == 1 else message
+    said = served(grid)
+    assert "client 1 cannot join: no finished: all is well [2J" in said
+
+
+def test_a_finished_run_that_is_resumed_needs_nobody(tmp_path: Path) -> None:
+    plan = deployed(tmp_path / "fed", values_of("pfedla", rounds=1))
+    served(LoopbackGrid(plan, tmp_path))
+    before = (plan.folder / "deployment.json").read_text()
+    grid = LoopbackGrid(plan, tmp_path)
+    said = served(grid, resume=True)
+    assert not grid.sent
+    assert any("is finished" in line for line in said)
+    assert (plan.folder / "deployment.json").read_text() == before
+
+
 def test_a_client_that_comes_late_takes_part_from_the_next_round_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = deployed(tmp_path / "fed", values_of("pfedla", rounds=3))
     grid = LoopbackGrid(plan, tmp_path)
@@ -367,6 +397,10 @@ BAD = {
     "mask": (lambda m: replaced(m, "config", ConfigRecord({"sent": [1]})), "not an upload"),
     "kind": (lambda m: replaced(m, "tensors", ConfigRecord({"a": 1})), "not an upload"),
     "metrics": (lambda m: replaced(m, "metrics", MetricRecord({"accuracy": 7.0, "training_loss": 1.0})), "not an upload"),
+    "lists": (lambda m: replaced(m, "metrics", MetricRecord({"accuracy": [1.0], "training_loss": 1.0})), "not an upload"),
+    "shapes": (  # of no bytes at all
+        lambda m: with_array(m, first(m)[0], Array("float32", (0,), "numpy.ndarray", _head((2**70, 0))[:128])), "not an upload",
+    ),
     "empty": (lambda m: emptied(m), "not an upload"),
     "unreadable": (lambda m: ValueError("no message at all"), "not an upload"),
     "refusal": (lambda m: replaced(m, "config", ConfigRecord({"refusal": "no"})), "refused"),

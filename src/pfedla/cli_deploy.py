@@ -118,7 +118,7 @@ def local(
     rounds = rounds or plan.experiment.rounds
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
     with Interruption(quiet or as_json) as interruption, Reporter(rounds, quiet or as_json, run_folder) as reporter:
-        run_locally(folder, len(plan.deployment.names), run_folder, reporter, interruption.wanted, **config)
+        run_locally(folder, len(plan.deployment.names), run_folder, reporter, interruption, **config)
     result = read_result(run_folder / "result.json")
     if as_json:
         print(json.dumps({"run": str(run_folder), **result}))

@@ -64,6 +64,8 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     except Exception as error:  # numpy reads the head as Python: of a damaged one, the parser may raise anything
         raise ValueError(f"{name} does not begin as a plain array: {str(error)[:80]}") from None
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if not all(0 <= length < 2**40 for length in shape):  # beside a zero, any length would be claimed for nothing
+        raise ValueError(f"{name} has a shape that cannot be")
     if not dtype.hasobject and (claimed != there or not dtype.itemsize):
         raise ValueError(f"{name} claims {claimed} bytes and has {there}")
     file.seek(0)
@@ -126,7 +128,7 @@ def sha256(path: Path) -> str:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """The file is there with all of its content, on the disk, or not at all; what it was before is there until then."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may be at it
     write(temporary)
     _to_disk(temporary)
     temporary.replace(path)

@@ -3,13 +3,15 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 EXIT_CODE = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A terminal that is closed (SIGHUP, where there is such a thing) is as good as a Ctrl-C.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 
 class Interruption:
@@ -18,6 +20,7 @@ class Interruption:
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self._wanted = False
+        self.at_once: Callable[[], object] = lambda: None  # what a second signal must still see to
         self._before: dict[signal.Signals, Any] = {}
 
     def wanted(self) -> bool:
@@ -25,6 +28,7 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._wanted:  # at once: without waiting for clients at work. What is on disk is whole at any moment.
+            self.at_once()
             if os.isatty(2):
                 _say(SHOW_CURSOR)
             os._exit(EXIT_CODE)
@@ -34,7 +38,8 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
+            self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

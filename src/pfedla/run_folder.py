@@ -58,14 +58,9 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not self._played:
-            self.discard()
+        if error is not None and not self.reopened and not self._played:
+            shutil.rmtree(self.path, ignore_errors=True)  # it failed before anything was learned: leave nothing behind
         self._lock.release()
-
-    def discard(self) -> None:
-        """A new run that failed before anything was learned leaves nothing behind."""
-        if not self.reopened:
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def begin(self, experiment: Experiment) -> dict[str, Any] | None:
         """Write the experiment down, or check that it is the one that was. The result, if there is nothing left to do."""

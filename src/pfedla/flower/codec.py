@@ -42,7 +42,8 @@ def encoded_payload(payload: Payload, layers: Layers) -> RecordDict:
 
 
 def wire_of(content: RecordDict) -> Wire:
-    arrays = [array for record in content.array_records.values() for array in record.values()]
+    """Of what has been checked: a small message may refer to one array under a million names."""
+    arrays = [array for key in (TENSORS, EXTRAS) for array in content.array_records[key].values()]
     return Wire(sum(len(array.data) for array in arrays), len(arrays))
 
 
@@ -57,7 +58,7 @@ def decoded(record: object, limit: int, most: int) -> Params:
         try:
             plain = read_plain_array(io.BytesIO(array.data), len(array.data), repr(name)[:60])
             tensors[name] = torch.from_numpy(plain)
-        except (ValueError, TypeError) as error:  # no plain array; of a kind that torch does not have
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:  # no plain array; of a kind torch does not have
             raise PfedlaError(str(error)) from None
     return tensors
 
@@ -121,7 +122,8 @@ def decoded_answer(content: RecordDict, expected: Payload, layers: Layers) -> An
             decoded(content.get(key), _bytes_of(part) + SLACK, len(part) + MORE)
             for key, part in ((TENSORS, expected.tensors), (EXTRAS, expected.extras))
         )
-        training_loss = number_of(content, "training_loss")
+        numbers = [number_of(content, "training_loss"), *(number_of(content, key, math.nan) for key in ("accuracy", "loss"))]
+        finite = number_of(content, "finite", 0.0) == 1
     except PfedlaError as error:
         return Failure("not an upload", str(error))
     for name, value in expected.tensors.items():
@@ -129,16 +131,8 @@ def decoded_answer(content: RecordDict, expected: Payload, layers: Layers) -> An
             if name in found:
                 return Failure("wrong layers", f"{name} should stay at home")
             found[name] = torch.zeros_like(value)
-    # As the client's own float32 if that is what it was: the record holds doubles.
-    loss = torch.tensor(training_loss)
-    finite = number_of(content, "finite", 0.0) == 1
-    return Answer(
-        Payload(found, sent, extras),
-        loss,
-        number_of(content, "accuracy", math.nan),
-        number_of(content, "loss", math.nan),
-        finite,
-    )
+    # As the client's own float32: the record holds doubles.
+    return Answer(Payload(found, sent, extras), torch.tensor(numbers[0]), numbers[1], numbers[2], finite)
 
 
 def number_of(content: Mapping[str, object], key: str, default: float | None = None) -> float:

@@ -25,7 +25,7 @@ from pfedla.flower.plan import Deployment
 from pfedla.uploads import NO_ANSWER
 
 POLL = 0.5  # seconds between two looks at what has come
-JOINING = 120.0  # seconds for a client to answer when it is asked to join
+JOINING = 60.0  # seconds for a client to answer when it is asked to join
 ASK_AGAIN = 60.0  # seconds until a client that could not join may try again
 COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
 GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
@@ -46,6 +46,7 @@ class FlowerEngine:
         self._round = 0
         self._said: set[str] = set()
         self._ask_again: dict[int, float] = {}  # when a client that could not join is asked again
+        self._tries: dict[int, int] = {}
         self._away: set[int] = set()  # clients that had joined and are not online
 
     # Who is there
@@ -93,18 +94,19 @@ class FlowerEngine:
         }
         messages = {client: RecordDict({CONFIG: self._config("join", client)}) for client in new}
         for client, content in self._exchange(messages, MessageType.QUERY, new, JOINING).items():
-            self._ask_again[client] = now + ASK_AGAIN
+            self._tries[client] = self._tries.get(client, 0) + 1
+            self._ask_again[client] = time.monotonic() + ASK_AGAIN * self._tries[client]  # a silent one holds all others up
             if isinstance(content, Failure):
                 self._say_once(f"client {client} cannot join: {content.detail or content.reason}")
                 continue
             try:
                 self.federation.admit(client, Joined.of(config_of(content), len(self.federation.classes)))
             except PfedlaError as error:
-                self._say_once(f"client {client} cannot join: {error}")
+                self._say_once(_plain(f"client {client} cannot join: {error}"))
         return True
 
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
+        if line not in self._said and len(self._said) < 1000:
             self._said.add(line)
             self.say(line)
 
@@ -120,18 +122,20 @@ class FlowerEngine:
             if client in nodes
         }
         replies = self._exchange(messages, MessageType.TRAIN, nodes)
-        self._count(0, messages.values())
-        self._count(2, (content for content in replies.values() if not isinstance(content, Failure)))
+        for content in messages.values():
+            self._wire[:2] += torch.tensor(wire_of(content))
         answers: list[Answer | Failure] = []
         for row, client in enumerate(ids):
-            content = replies.get(client, NO_ANSWER)
-            if isinstance(content, Failure):
-                if content.reason == NO_ANSWER.reason and content.detail:  # of others, the round's report tells
-                    self.say(f"round {self._round}: client {client} did not answer: {content.detail}")
-                answers.append(content)
+            reply = replies.get(client, NO_ANSWER)
+            if isinstance(reply, Failure):
+                if reply.reason == NO_ANSWER.reason and reply.detail:  # of others, the round's report tells
+                    self.say(f"round {self._round}: client {client} did not answer: {reply.detail}")
+                answers.append(reply)
             else:
                 expected = self.algorithm.upload_like(downloads.rows(row))
-                answers.append(decoded_answer(content, expected, self.algorithm.task.layers))
+                answers.append(decoded_answer(reply, expected, self.algorithm.task.layers))
+                if isinstance(answers[-1], Answer):
+                    self._wire[2:] += torch.tensor(wire_of(reply))
         return answers
 
     def commit(self, accepted: Tensor) -> None:
@@ -187,22 +191,24 @@ class FlowerEngine:
     # Messages
 
     def _present(self, ids: Sequence[int]) -> dict[int, int]:
-        """The nodes of those of the cohort who are there; waits for as many as there must be."""
-        least = min(self.deployment.min_clients, len(ids))
-        nodes: dict[int, int] = {}
+        """The nodes of those of the cohort who are there; waits until as many clients are there as there must be."""
+        known = set(self.federation.joined)  # who joins only now had no number of examples when the cohort was drawn
+        there: dict[int, int] = {}
 
         def enough() -> bool:
-            nonlocal nodes
-            nodes = {
-                client: node for client, node in self._online().items() if client in ids and client in self.federation.joined
-            }
-            return len(nodes) >= least
+            nonlocal there
+            there = {client: node for client, node in self._online().items() if client in self.federation.joined}
+            if len(there) >= self.deployment.min_clients:
+                return True
+            self._admit()
+            return False
 
         self._wait(enough)
-        if len(nodes) < least:
-            raise self._too_few(nodes)
+        if len(there) < self.deployment.min_clients:
+            raise self._too_few(there)
+        nodes = {client: node for client, node in there.items() if client in ids and client in known}
         for client in ids:
-            if client in self.federation.joined and (client in nodes) == (client in self._away):
+            if client in known and (client in nodes) == (client in self._away):
                 self._away ^= {client}
                 self.say(f"round {self._round}: client {client} is {'back' if client in nodes else 'away'}")
         return nodes
@@ -232,35 +238,38 @@ class FlowerEngine:
         replies: dict[int, RecordDict | Failure] = {}
         end = time.monotonic() + limit
         while waiting and time.monotonic() < end:
-            came = self._pulled(list(waiting))
-            replies |= {waiting.pop(message): reply for message, reply in came.items() if message in waiting}
+            self._pull(waiting, replies)
             if waiting:
-                time.sleep(POLL)
+                time.sleep(max(POLL, 0.1 * len(waiting)))
+        self._pull(waiting, replies)  # what came while another's was being read
         late = Failure(NO_ANSWER.reason, f"nothing came in {limit:.0f} s")
         return replies | dict.fromkeys(waiting.values(), late)
 
-    def _pulled(self, messages: list[str]) -> dict[str, RecordDict | Failure]:
-        """The replies to these messages that are there."""
-        try:
-            replies = list(self.grid.pull_messages(messages))
-        except httpx.HTTPError:  # the SuperLink is gone: this run ends, the next goes on from its checkpoint
-            raise
-        except Exception as error:  # of what a stranger sends, anything may be raised
-            if len(messages) == 1:
-                return {messages[0]: Failure("not an upload", f"it cannot be read: {type(error).__name__}: {error}"[:200])}
-            # One of them cannot be read: it must not take the others with it.
-            return {name: reply for message in messages for name, reply in self._pulled([message]).items()}
-        # By what it answers, not by who sent it: errors come from Flower itself.
-        return {reply.metadata.reply_to_message_id: _content_of(reply) for reply in replies}
-
-    def _count(self, place: int, contents: Any) -> None:
-        for content in contents:
-            self._wire[place : place + 2] += torch.tensor(wire_of(content))
+    def _pull(self, waiting: dict[str, int], replies: dict[int, RecordDict | Failure]) -> None:
+        """Move what is there. One by one: Flower forgets all it hands out, so a reply that cannot be read would take those
+        handed out with it along; and by the message that was asked for, whatever the reply says of itself."""
+        for message, client in list(waiting.items()):
+            found: RecordDict | Failure | None
+            try:
+                came = list(self.grid.pull_messages([message]))
+                found = _content_of(came[0]) if came else None
+            except httpx.HTTPError:  # the SuperLink is gone: this run ends, the next goes on from its checkpoint
+                raise
+            except Exception as error:  # of what a stranger sends, anything may be raised
+                found = Failure("not an upload", _plain(f"it cannot be read: {type(error).__name__}: {error}"))
+            if found is not None:
+                replies[client] = found
+                del waiting[message]
 
 
 def _content_of(reply: Message) -> RecordDict | Failure:
     if reply.has_error():
         code, reason = reply.error.code, reply.error.reason or ""
-        return Failure(NO_ANSWER.reason, GONE[code]) if code in GONE else Failure("raised", reason[:300])
+        return Failure(NO_ANSWER.reason, GONE[code]) if code in GONE else Failure("raised", _plain(reason))
     refusal = config_of(reply.content).get("refusal")
-    return reply.content if refusal is None else Failure("refused", str(refusal)[:300])
+    return reply.content if refusal is None else Failure("refused", _plain(str(refusal)))
+
+
+def _plain(text: str) -> str:
+    """A stranger's text as a part of one line of the log."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:300])

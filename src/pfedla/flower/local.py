@@ -17,10 +17,10 @@ from typing import Any, Self
 
 from pfedla.console import Reporter
 from pfedla.errors import PfedlaError, Stopped
-from pfedla.files import read_object
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.layout import CONNECTION, write_flower_config
-from pfedla.flower.server_app import FAILED, FINISHED, RUN_FILE, log_of
+from pfedla.flower.server_app import FAILED, FINISHED, RUN_NAME, log_of
+from pfedla.interruption import Interruption
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = 60.0  # seconds for a process to be ready
@@ -30,9 +30,11 @@ LOOK = 15.0  # seconds between two questions whether the run still goes on: each
 class LocalFederation:
     """While it is entered, the SuperLink and all SuperNodes run; then they are stopped, with all that they started."""
 
-    def __init__(self, folder: Path, clients: int, *, lasting: bool = False) -> None:
+    def __init__(
+        self, folder: Path, clients: int, *, lasting: bool = False, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
         """`lasting`: the SuperLink still knows its nodes when it is started again; costs it twice the time."""
-        self.folder, self.lasting = folder.resolve(), lasting
+        self.folder, self.lasting, self.stopping = folder.resolve(), lasting, stopping
         self.clients = clients
         self.port = free_port()
         self.logs = self.folder / "logs"
@@ -42,11 +44,13 @@ class LocalFederation:
         self.logs.mkdir(exist_ok=True)
         try:
             self.start_superlink()
+            self._check_stopping()
             names = [f"client-{client}" for client in range(self.clients)]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(self.register, [self.folder / "sites" / name / "client.key.pub" for name in names], names))
             for client in range(self.clients):
                 self.start_supernode(client)
+            self._check_stopping()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -56,6 +60,15 @@ class LocalFederation:
         # The nodes first: they say goodbye to a SuperLink that is still there.
         for name in sorted(self.processes, key=lambda name: name == "superlink"):
             self.stop(name)
+
+    def _check_stopping(self) -> None:
+        if self.stopping():
+            raise Stopped
+
+    def kill(self) -> None:
+        """At once: for somebody who does not want to wait."""
+        for name in list(self.processes):
+            self.stop(name, kill=True)
 
     def start_superlink(self) -> None:
         server, home = self.folder / "server", self._home("superlink")
@@ -106,7 +119,8 @@ class LocalFederation:
     def flwr(self, *words: str) -> dict[str, Any]:
         """What Flower's command line answers."""
         command = [str(_program("flwr")), *words, "--format", "json"]
-        done = subprocess.run(command, env=self._environment("superlink"), capture_output=True, text=True, timeout=120)
+        environment = self._environment("superlink")  # in a session of its own, which no Ctrl-C reaches
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, start_new_session=True)
         try:
             told: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         except ValueError:
@@ -115,7 +129,7 @@ class LocalFederation:
             raise PfedlaError(f"flwr {words[0]}: {told.get('error-message', 'failed')}")
         return told
 
-    def lines(self, run: int, log: Path, start: int, stopping: Callable[[], bool] = lambda: False) -> Iterator[str]:
+    def lines(self, run: int, log: Path, start: int) -> Iterator[str]:
         """What the server says from byte `start` of its log on, until the run ends or is to be stopped."""
         looked = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -130,7 +144,7 @@ class LocalFederation:
                     if line.startswith((FINISHED, FAILED)):
                         return
                     continue
-                if stopping():
+                if self.stopping():
                     self.stop_run(run)
                     raise Stopped
                 if time.monotonic() - looked > LOOK:
@@ -202,23 +216,25 @@ def free_port() -> int:
 
 def gather_models(folder: Path, run_folder: Path) -> None:
     """Copy the personal models from the sites' folders into the run folder, as a simulation leaves it."""
-    run = str(read_object(run_folder / RUN_FILE)["run"])
+    run = (run_folder / RUN_NAME).read_text(encoding="utf-8")
     (run_folder / "models").mkdir(exist_ok=True)
     for model in sorted(folder.glob(f"sites/client-*/state/{run}/models/client-*.safetensors")):
         shutil.copy(model, run_folder / "models")
 
 
 def run_locally(
-    folder: Path, clients: int, run_folder: Path, reporter: Reporter, stopping: Callable[[], bool], **config: Any
+    folder: Path, clients: int, run_folder: Path, reporter: Reporter, interruption: Interruption, **config: Any
 ) -> None:
     """Start everything, run, relay what the server says, stop everything; leaves the run folder as a simulation does."""
     log = log_of(run_folder)
     start = log.stat().st_size if log.exists() else 0
     reporter.say(f"starting a SuperLink and {clients} SuperNodes on loopback; their logs: {folder / 'logs'}")
     line = ""
-    with LocalFederation(folder, clients) as federation:
+    federation = LocalFederation(folder, clients, stopping=interruption.wanted)
+    interruption.at_once = federation.kill
+    with federation:
         run = federation.run(**config)
-        for line in federation.lines(run, log, start, stopping):
+        for line in federation.lines(run, log, start):
             reporter.relay(line)
     if line.startswith(FAILED) or not (run_folder / "result.json").exists():
         raise PfedlaError(line.removeprefix(FAILED) or f"the run left no result; see {folder / 'logs'}")

@@ -76,6 +76,10 @@ class Plan(NamedTuple):
         experiment = self.experiment
         if experiment.faults.active():
             raise PfedlaError("[faults] makes simulated clients fail on purpose; leave it out of a deployment")
+        if experiment.checkpoint.rounds != 1:
+            raise PfedlaError(
+                "a deployment is saved after every round, or sites could not go back: leave checkpoint.rounds at 1"
+            )
         if self.deployment.version != __version__:
             raise PfedlaError(f"here is pfedla {__version__}, the federation runs {self.deployment.version}: install the same")
         built = assembled(experiment, outline)

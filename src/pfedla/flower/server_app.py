@@ -8,14 +8,16 @@ from flwr.serverapp import Grid, ServerApp
 
 from pfedla.console import Reporter
 from pfedla.errors import PfedlaError
-from pfedla.files import read_object
+from pfedla.files import write_text
 from pfedla.flower.engine import FlowerEngine
 from pfedla.flower.federation import RemoteFederation
 from pfedla.flower.plan import Plan
+from pfedla.result_file import read_result
 from pfedla.results import run_built
-from pfedla.run_folder import RunFolder
+from pfedla.run_folder import RESULT, RunFolder
 
-RUN_FILE = "deployment.json"  # in the run folder
+RUN_FILE = "deployment.json"  # in the run folder: what the wire has carried
+RUN_NAME = ".run"  # what the sites call this run
 FINISHED, FAILED = "finished: ", "failed: "  # how the last line of a run begins
 
 app = ServerApp()
@@ -50,18 +52,20 @@ def serve(grid: Grid, plan: Plan, reporter: Reporter) -> None:
             f"{plan.folder} exists already and is never overwritten; go on in it with --run-config "
             "'deployment.resume=true', or give another deployment.folder"
         )
+    known = plan.folder / RUN_NAME
+    run = known.read_text(encoding="utf-8") if known.exists() else secrets.token_hex(8)
+    engine = FlowerEngine(grid, built.algorithm, federation, deployment, run, built.experiment.seed, reporter.say)
+    if not _is_finished(plan):
+        engine.gather()  # before there is a folder: a run that nobody came to leaves none
     folder = RunFolder(plan.folder, resume=deployment.resume)
-    try:
-        known = folder.path / RUN_FILE
-        run = str(read_object(known).get("run")) if known.exists() else secrets.token_hex(8)
-        engine = FlowerEngine(grid, built.algorithm, federation, deployment, run, built.experiment.seed, reporter.say)
-        engine.gather()
-    except BaseException:
-        folder.discard()
-        raise
-    if not known.exists():
-        folder.write_json(RUN_FILE, {"run": run})
+    write_text(known, run)
     run_built(built, folder, reporter, engine)
     wire = {way: one._asdict() for way, one in engine.wire().items()}
-    folder.write_json(RUN_FILE, {"run": run, "wire": wire, "examples": federation.num_examples.tolist()})
+    if wire["up"]["num_arrays"]:  # else nothing was left to do
+        folder.write_json(RUN_FILE, {"run": run, "wire": wire, "examples": federation.num_examples.tolist()})
     reporter.say(f"{FINISHED}results in {folder.path}, every personal model at its site")
+
+
+def _is_finished(plan: Plan) -> bool:
+    result = plan.folder / RESULT
+    return result.exists() and int(read_result(result)["rounds"]) >= plan.experiment.rounds
