@@ -25,7 +25,7 @@ from pfedla.flower.plan import Deployment
 from pfedla.uploads import NO_ANSWER
 
 POLL = 0.5  # seconds between two looks at what has come
-JOINING = 60.0  # seconds for a client to answer when it is asked to join
+JOINING = 120.0  # seconds for a client to answer when it is asked to join
 ASK_AGAIN = 60.0  # seconds until a client that could not join may try again
 COMMITTED, WIRE = "committed", "wire"  # of the state in a checkpoint
 GONE = {5: "the node is gone", 8: "its process was killed", 3: "its answer is not whole", 4: "its answer is not whole"}
