@@ -18,7 +18,7 @@ from pfedla.errors import GaveUpError, PfedlaError
 from pfedla.experiment import Experiment
 from pfedla.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
-from pfedla.flower.layout import OwnData
+from pfedla.flower.layout import OwnData, planned, write_deployment
 from pfedla.flower.plan import Plan
 from pfedla.flower.site import Site
 from pfedla.personal import evaluate_personal, load_personal
@@ -517,6 +517,10 @@ def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
     ):
         with pytest.raises(PfedlaError, match="--"):
             OwnData.of(shape, classes, pixels)
+    with pytest.raises(PfedlaError, match="without https:// and port"):
+        write_deployment(
+            tmp_path / "d", planned(Experiment.parse(DIGITS), None, tmp_path / "d"), ["https://fl.example.org"], 9092
+        )
     assert not list(tmp_path.iterdir())
 
 

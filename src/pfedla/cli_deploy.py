@@ -53,8 +53,8 @@ def init(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 9092,
     min_clients: Annotated[int, typer.Option(min=1, help="With fewer clients at hand a round waits, then the run stops.")] = 1,
-    wait: Annotated[float, typer.Option(help="Seconds to wait: for all at the start, later for --min-clients.")] = 300,
-    round_timeout: Annotated[float, typer.Option(help="Seconds until a round goes on without who is silent.")] = 3600,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait: for all at the start, then for --min-clients.")] = 300,
+    round_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a round goes on without who is silent.")] = 3600,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Write a deployment: a Flower app of an experiment, certificates, a key for every client, and the commands.
@@ -74,6 +74,8 @@ def init(
 
     if (shape is None) != (classes is None) or (shape is not None and dataset is not None):
         raise PfedlaError("give --shape and --classes for sites that bring their own data, or --dataset for a part of it each")
+    if shape is not None and (partition is not None or samples is not None):
+        raise PfedlaError("--partition and --samples cut a data set into clients; with --shape every site brings its own data")
     own = OwnData.of(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(given))
     folder = folder.resolve()

@@ -1,7 +1,9 @@
 """Keys and certificates: a CA of the federation's own, the server's certificate, a key for every client."""
 
+import contextlib
 import ipaddress
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,6 +51,7 @@ def write_node_key(path: Path, comment: str) -> str:
 
 def write_certificates(folder: Path, hosts: list[str]) -> None:
     """ca.crt and ca.key, server.crt and server.key; `hosts` are the names and addresses under which sites reach the server."""
+    names = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
     ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     ca_name = _name("pfedla federation CA")
     ca = (
@@ -60,7 +63,7 @@ def write_certificates(folder: Path, hosts: list[str]) -> None:
     )
     server = (
         _certificate(_name(hosts[0]), ca_name, server_key.public_key(), SERVER_DAYS)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+        .add_extension(names, critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(_usage(signs_certificates=False), critical=True)
@@ -72,15 +75,21 @@ def write_certificates(folder: Path, hosts: list[str]) -> None:
         (folder / f"{name}.crt").write_bytes(certificate.public_bytes(Encoding.PEM))
 
 
+def check_hosts(hosts: list[str]) -> None:
+    for host in hosts:
+        _alternative(host)
+
+
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
 def _alternative(host: str) -> x509.GeneralName:
-    try:
+    with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
+    if not re.fullmatch(r"[A-Za-z0-9*][A-Za-z0-9.*-]{0,252}", host):
+        raise PfedlaError(f"--host {host}: write a name (fl.example.org) or an address, without https:// and port")
+    return x509.DNSName(host)
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:

@@ -17,7 +17,7 @@ from pfedla import __version__
 from pfedla.errors import PfedlaError
 from pfedla.experiment import SITES, Experiment, build
 from pfedla.flower import FLOWER_SWITCHES
-from pfedla.flower.keys import write_certificates, write_node_key
+from pfedla.flower.keys import check_hosts, write_certificates, write_node_key
 from pfedla.flower.plan import Deployment, Plan
 from pfedla.run_folder import new_folder
 
@@ -82,6 +82,7 @@ def planned(experiment: Experiment, own: OwnData | None, folder: Path, **options
 
 def write_deployment(folder: Path, plan: Plan, hosts: list[str], port: int) -> str:
     """Write everything; returns the commands."""
+    check_hosts(hosts)
     new_folder(folder, "choose another folder")
     server, sites = folder / "server", folder / "sites"
     for path in (server / "flower", sites):

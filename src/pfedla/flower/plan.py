@@ -18,7 +18,7 @@ from pfedla.data.federation import Outline
 from pfedla.errors import PfedlaError, shown
 from pfedla.experiment import Built, Experiment, assembled
 
-Seconds = Annotated[float, Field(gt=0, le=10**7)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Deployment(BaseModel):
