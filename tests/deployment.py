@@ -114,7 +114,7 @@ def short(folder: Path) -> None:
     assert told["accuracy"] == result["accuracy"]
     simulated = folder / "simulated" / "run"
     names = [{path.name for path in run.rglob("*") if path.name != ".lock"} for run in (plan.folder, simulated)]
-    assert names[0] - names[1] == {"deployment.json"}  # the same files, and one more
+    assert names[0] - names[1] == {"deployment.json", ".run"}  # the same files, and what it is called at the sites
     assert not names[1] - names[0]
 
 

@@ -44,8 +44,8 @@ DOCUMENTED = [
 
 
 def marked(command: str) -> Any:
-    """Several methods and seeds take their time."""
-    return pytest.param(command, marks=pytest.mark.slow if "--seeds" in command else (), id=command)
+    """Several methods take their time."""
+    return pytest.param(command, marks=pytest.mark.slow if "compare" in command else (), id=command)
 
 
 @pytest.mark.parametrize("command", [marked(command) for command in sorted({command for _, command in DOCUMENTED})])
