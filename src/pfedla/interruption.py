@@ -10,8 +10,8 @@ from typing import Any, Self
 
 EXIT_CODE = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
-# A terminal that is closed (SIGHUP, where there is such a thing) is as good as a Ctrl-C.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # a terminal that is closed
 
 
 class Interruption:
@@ -38,7 +38,7 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup has it
+            wanted = [*SIGNALS, *(number for number in HANGUP if signal.getsignal(number) == signal.SIG_DFL)]  # not under nohup
             self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
