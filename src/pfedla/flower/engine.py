@@ -54,7 +54,7 @@ class FlowerEngine:
     def gather(self) -> None:
         """Wait until all clients have joined, or as long as may be waited if enough have."""
         self.say(f"waiting for {len(self.federation)} clients, up to {self.deployment.wait:.0f} s")
-        self._wait(lambda: self._admit() and len(self.federation.joined) == len(self.federation))
+        self._wait(lambda: self._admit() == len(self.federation))
         if len(self.federation.joined) < self.deployment.min_clients:
             raise self._too_few(self.federation.joined)
         absent = [str(client) for client in range(len(self.federation)) if client not in self.federation.joined]
@@ -84,8 +84,8 @@ class FlowerEngine:
                 nodes[client] = node.node_id
         return nodes
 
-    def _admit(self) -> bool:
-        """Let those join who have come since; they take part from the next round on."""
+    def _admit(self) -> int:
+        """Let those join who have come since; they take part from the next round on. Returns how many have joined by now."""
         now = time.monotonic()
         new = {
             client: node
@@ -103,7 +103,7 @@ class FlowerEngine:
                 self.federation.admit(client, Joined.of(config_of(content), len(self.federation.classes)))
             except PfedlaError as error:
                 self._say_once(_plain(f"client {client} cannot join: {error}"))
-        return True
+        return len(self.federation.joined)
 
     def _say_once(self, line: str) -> None:
         if line not in self._said and len(self._said) < 1000:
