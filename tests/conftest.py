@@ -128,6 +128,9 @@ def assert_same(left: Params, right: Params, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(value, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
+NOTHING = Payload({}, torch.empty(0, dtype=torch.bool))  # what a client is sent, where it does not matter
+
+
 @pytest.fixture
 def federation() -> Federation:
     return toy_federation()

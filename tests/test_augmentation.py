@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import TinyNet, assert_same, play, toy_federation
+from conftest import NOTHING, TinyNet, assert_same, play, toy_federation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
@@ -87,7 +87,7 @@ def test_it_is_off_by_default_and_leaves_the_batches_alone(photos: Federation) -
     plain, shaken = (
         create_engine("threaded", algorithm(augment), photos, device="cpu", threads=1, recalibrate="unsampled")
         .client(0)
-        .local_data(cohort)
+        .local_data(cohort, NOTHING)
         for augment in (False, True)
     )
     assert torch.equal(plain.order, shaken.order)

@@ -115,7 +115,7 @@ def test_after_training_is_measured_on_the_trained_model(name: str, batch_norm: 
         downloads = algorithm.download(server, cohort)
         trained = received(engine, cohort, downloads)
         for client in range(len(federation)):
-            data = engine.client(client).local_data(cohort)
+            data = engine.client(client).local_data(cohort, downloads.rows(client))
             result = algorithm.local_update(algorithm.init_client(), downloads.rows(client), data)
             x, y = federation.test[client]
             with torch.no_grad():

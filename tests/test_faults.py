@@ -101,13 +101,13 @@ def test_a_straggler_does_the_first_of_its_epochs(name: str, federation: Federat
     with create_engine(
         "threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never", faults=faults
     ) as engine:
+        downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
         for client in range(len(federation)):
             epochs = faults.epochs(who, client, 4)
             assert 1 <= epochs < 4
             one = engine.client(client)
-            short, whole = one.local_data(who, engine._epochs(who, client)), one.local_data(who)
+            short, whole = (one.local_data(who, downloads, count) for count in (engine._epochs(who, client), None))
             assert torch.equal(short.order, whole.order[:epochs])
-        downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
         late, in_time = (
             [answer.training_loss.item() for answer in e.train(who, downloads)]
             for e in (engine, create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import NOTHING, TinyNet, assert_same, flat, play, toy_federation
 from torch import nn
 from torch.func import vmap
 
@@ -223,7 +223,8 @@ def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None
 def test_the_held_out_split_is_fixed_once_and_apart_from_training_and_test(federation: Federation) -> None:
     with create_engine("threaded", fedfomo(), federation, device="cpu", threads=1, recalibrate="never") as engine:
         for client, (x, y) in enumerate(federation.train):
-            first, later = (engine.client(client).local_data(everyone(federation.num_examples, round, 0)) for round in (1, 7))
+            cohorts = (everyone(federation.num_examples, round, 0) for round in (1, 7))
+            first, later = (engine.client(client).local_data(cohort, NOTHING) for cohort in cohorts)
             assert torch.equal(first.held_out_x, later.held_out_x)
             assert torch.equal(first.held_out_y, later.held_out_y)
             assert torch.equal(first.x, later.x)
@@ -251,8 +252,7 @@ def test_in_the_first_round_everyone_keeps_its_own_and_later_not(federation: Fed
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOnTheRest(Local):
-    @property
-    def held_out_share(self) -> float:
+    def held_out_share(self, download: Payload) -> float:
         return 0.2
 
 

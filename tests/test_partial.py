@@ -193,7 +193,7 @@ def test_fine_tuning_is_fedavg_with_other_personal_models(federation: Federation
     with create_engine("threaded", tuned, federation, device="cpu", threads=1, recalibrate="never") as engine:
         cohort = everyone(federation.num_examples, 4, 0)
         model = engine.personal_models(cohort, tuned.download(other[-1].server, cohort))[3]
-        data = engine.client(3).local_data(cohort)
+        data = engine.client(3).local_data(cohort, tuned.download(other[-1].server, cohort))
     module = TinyNet(batch_norm)
     module.load_state_dict(other[-1].server["model"])
     twin = by_hand(module, data, 0.1, 5, [(range(2 if epochs == "auto" else epochs), "all", False)])

@@ -122,7 +122,7 @@ def test_a_last_batch_of_one_joins_the_one_before() -> None:
 def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full batches, all candidates and all examples, so that what is drawn for a client by its number does not matter."""
 
-    def hold_out_the_first(self: Client, seed: int) -> tuple[Examples, Examples]:
+    def hold_out_the_first(self: Client, seed: int, share: float) -> tuple[Examples, Examples]:
         x, y = self.train
         return Examples(x[2:], y[2:]), Examples(x[:2], y[:2])
 

@@ -71,7 +71,7 @@ def test_a_client_trains_from_the_mix_and_uploads_its_parameters(name: str) -> N
     cohort = everyone(federation.num_examples, 2, 0)
     downloads = algorithm.download(played[0].server, cohort)
     with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
-        data = engine.client(4).local_data(cohort)
+        data = engine.client(4).local_data(cohort, downloads.rows(4))
     private = {name: value[4] for name, value in clients.items() if name in algorithm.init_client()}
     result = algorithm.local_update(private, downloads.rows(4), data)
     start = Payload({**downloads.rows(4).tensors, **private}, downloads.sent[4])

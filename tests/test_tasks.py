@@ -119,8 +119,9 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
     engine = create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="never")
     cohort = everyone(federation.num_examples, 1, 0)
     with engine:
-        (answer,) = engine.train(cohort, algorithm.download(algorithm.init_server(1, 0), cohort))
-        order = engine.client(0).local_data(cohort).order
+        downloads = algorithm.download(algorithm.init_server(1, 0), cohort)
+        (answer,) = engine.train(cohort, downloads)
+        order = engine.client(0).local_data(cohort, downloads).order
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     module.train()
     for epoch in range(epochs):

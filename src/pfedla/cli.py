@@ -36,8 +36,11 @@ from pfedla.cli_options import (
     Setting,
     Threads,
     out_console,
+    seeds_of,
+    words_of,
 )  # fmt: skip
-from pfedla.errors import PfedlaError, Stopped, shown
+from pfedla.cli_reproduce import reproduce
+from pfedla.errors import PfedlaError, Stopped
 from pfedla.interruption import EXIT_CODE, Interruption
 
 app = typer.Typer(
@@ -50,6 +53,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
+app.command()(reproduce)
 
 
 @app.command()
@@ -135,8 +139,8 @@ def compare(
     from pfedla.report.tables import comparison_table, failures_lines, warnings
 
     values = gather(given, spread=True)
-    names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(_words(algorithms)))
-    numbers = [_seed(word) for word in dict.fromkeys(_words(str(values.get("seed", 0)) if seeds is None else seeds))]
+    names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(words_of(algorithms)))
+    numbers = seeds_of(str(values.get("seed", 0)) if seeds is None else seeds)
     planned = plan(values, names, numbers, out, resume=resume)
     with (
         Interruption(quiet or as_json) as interruption,
@@ -161,16 +165,6 @@ def compare(
 def _print_lines(lines: list[str]) -> None:
     for line in lines:
         out_console.print(line, soft_wrap=True)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _seed(word: str) -> int:
-    if not word.isdecimal() or len(word) > 19:
-        raise PfedlaError(f"--seeds: {shown(word)} is not a whole number below 2^63; write for example --seeds 0,1,2")
-    return int(word)
 
 
 @app.command()
@@ -213,7 +207,7 @@ def communication(
         raise PfedlaError(f"participation = {participation} is not possible: it should be above 0 and at most 1")
     name = model_for(entry.shape) if model == "auto" else model
     layers = Layers.of(build_model(name, entry.shape, entry.num_classes, torch.Generator()))
-    retained = layers.positions(_words(retain))
+    retained = layers.positions(words_of(retain))
     traffic = planned_traffic(layers, participants(clients, participation), rounds, retained)
     mebibytes = [count / MIB for count in (traffic.down_bytes, traffic.up_bytes, traffic.down_bytes + traffic.up_bytes)]
     if as_json:

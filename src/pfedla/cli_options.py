@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pfedla.errors import PfedlaError, shown
+
 out_console = Console(highlight=False, markup=False)
 
 File = Annotated[
@@ -71,3 +73,17 @@ Setting = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
+
+
+def words_of(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def seeds_of(text: str) -> list[int]:
+    return [_whole("--seeds", word, "0,1,2") for word in words_of(text)]
+
+
+def _whole(option: str, word: str, example: str) -> int:
+    if not word.isdecimal() or len(word) > 19:
+        raise PfedlaError(f"{option}: {shown(word)} is not a whole number below 2^63; write for example {option} {example}")
+    return int(word)

@@ -22,8 +22,11 @@ ROUND_LINE = re.compile(r"(.+): round (\d+), accuracy (.+), \d+ s left")
 class Reporter:
     """Progress on standard error, so that standard output holds results only."""
 
-    def __init__(self, total_rounds: int, quiet: bool, folder: Path | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self, total_rounds: int, quiet: bool, folder: Path | None = None, log: Path | None = None, again: str = ""
+    ) -> None:
         self.folder, self.log = folder, log  # the log: a file that gets every line too
+        self.again = again  # how a person goes on with what was stopped, if not by --resume in the folder
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         self.total, self.done, self.played = total_rounds, 0, 0
         self.label, self.accuracy = "", "…"
@@ -88,6 +91,7 @@ class Reporter:
             self._live.stop()
         if isinstance(error, (KeyboardInterrupt, Stopped)):
             kept = f"; --resume goes on in {self.folder}" if self.folder and self.folder.exists() else ""
+            kept = f"; {self.again}" if self.again else kept
             self.say(f"stopped after {self.done} of {self.total} rounds{kept}")
 
 

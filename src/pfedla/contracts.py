@@ -197,9 +197,8 @@ class Algorithm(ABC):
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """The model this client would deploy now: parameters and statistics; `data` are its training data."""
 
-    @property
-    def held_out_share(self) -> float:
-        """The share of every client's training data that is held out for validation, fixed once."""
+    def held_out_share(self, download: Payload) -> float:
+        """The share of its training data that a client which is sent this holds out; which examples is fixed once."""
         return 0.0
 
     def alpha(self, server: ServerState) -> Tensor | None:

@@ -32,8 +32,7 @@ class FedFomo(Algorithm):
     epsilon_decay: Annotated[float, Field(ge=0, le=1)] = 0.05  # taken off in every round
     validation_share: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, held out
 
-    @property
-    def held_out_share(self) -> float:
+    def held_out_share(self, download: Payload) -> float:
         return self.validation_share
 
     # Server

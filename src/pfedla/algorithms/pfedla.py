@@ -21,6 +21,7 @@ from pfedla.seeds import generator
 from pfedla.training import sgd
 from pfedla.tree import copies, finite_rows, put_, take
 
+LEARNING, WISH = "learning", "wish."
 CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
 
 
@@ -30,9 +31,14 @@ class PFedLA(Algorithm):
     summary: ClassVar[str] = "per layer, a learned mix of all clients' models"
 
     retained_layers: Natural = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
+    weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
     hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
     hypernetwork_lr: Rate = 3.0  # measured: docs/algorithms/pfedla.md
+    learn_from: Literal["update", "held-out"] = "update"  # the paper's g, or that of the loss on examples not trained on
+    held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, while alpha is learned from it
+    learning_passes: Positive | Literal["all"] = "all"  # rounds per client, on average, in which alpha is learned
+    scaled: bool = False  # g of each layer scaled to at most 1, so that the rate means the same everywhere
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Normalise = "softmax"
@@ -110,10 +116,24 @@ class PFedLA(Algorithm):
             mixed = mix(alpha, server["models"], self.task.layers, cohort.ids)
         else:
             mixed = mix_few(*self._neighbours(alpha, cohort, self.neighbours), server["models"], self.task.layers)
-        return Payload(mixed, self._sent(alpha, cohort))
+        return Payload(mixed, self._sent(alpha, cohort), self._mark(cohort, alpha.shape[-1]))
+
+    def _mark(self, cohort: Cohort, num_clients: int) -> Params:
+        """An empty tensor, whose name tells the clients to hold examples out: alpha is learned in this round."""
+        passed = cohort.round * len(cohort.ids)
+        if self.learning_passes != "all" and passed > self.learning_passes * num_clients:
+            return {}
+        return {LEARNING: torch.empty(len(cohort.ids), 0)}
+
+    def _holds_out(self, download: Payload) -> bool:
+        return self.learn_from == "held-out" and LEARNING in download.extras
+
+    def held_out_share(self, download: Payload) -> float:
+        return self.held_out if self._holds_out(download) else 0.0
 
     def upload_like(self, download: Payload) -> Payload:
-        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
+        wish = {WISH + name: value for name, value in download.tensors.items()} if self._holds_out(download) else {}
+        return Payload(download.tensors, torch.ones_like(download.sent), wish)  # a retained layer saves the download only
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
         # A retained layer is the client's own, which is what it uploaded last.
@@ -122,11 +142,25 @@ class PFedLA(Algorithm):
         return choose_one(downloads.sent, downloads.tensors, own)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
+        if LEARNING in downloads.extras:
+            self._learn(server, cohort, downloads, uploads)
+        put_(server["models"], cohort.ids, uploads.tensors)
+        return server
+
+    def _learn(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> None:
+        if self.learn_from == "held-out":
+            delta = {name: uploads.extras[WISH + name] for name in uploads.tensors}
+        else:
+            delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
         wish = layer_gradient(delta, server["models"], self.task.layers, cohort.ids)
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
+        if self.weights == "model":
+            wish = wish.sum(1, keepdim=True).expand_as(wish)
+        if self.scaled:
+            wish = wish - wish.mean(-1, keepdim=True)
+            wish = wish / wish.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         pair = _never_alone(cohort.ids)
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)
@@ -134,8 +168,6 @@ class PFedLA(Algorithm):
         # A finite but huge upload can overflow g; that client's weights then stay as they were.
         sound = finite_rows(stepped, len(pair))[: len(cohort.ids)].nonzero().squeeze(1)
         put_(server["hypernetworks"], cohort.ids[sound], take(stepped, sound))
-        put_(server["models"], cohort.ids, uploads.tensors)
-        return server
 
     # Client
 
@@ -150,9 +182,21 @@ class PFedLA(Algorithm):
         return {**choose(download.sent, download.tensors, client, self.task.layers), **statistics}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        model, loss = sgd(self.task, self._start(client, download), data, self.training)
-        upload = Payload(self.task.layers.parameters(model), torch.ones_like(download.sent))
+        start = self._start(client, download)
+        model, loss = sgd(self.task, start, data, self.training)
+        wish = self._wish(start, data) if self._holds_out(download) else {}
+        upload = Payload(self.task.layers.parameters(model), torch.ones_like(download.sent), wish)
         return LocalResult({name: model[name] for name in client}, upload, model, loss)
+
+    def _wish(self, start: Params, data: LocalData) -> Params:
+        """Which way the start should move for the held-out examples; nowhere if there are none."""
+        layers = self.task.layers
+        parameters = layers.parameters(start)
+        if not len(data.held_out_y):
+            return {WISH + name: torch.zeros_like(value) for name, value in parameters.items()}
+        laid_out = {name: self.task.laid_out(value) for name, value in parameters.items()}
+        gradient, _, _ = self.task.gradient(laid_out, layers.only_statistics(start), data.held_out_x, data.held_out_y)
+        return {WISH + name: -value.contiguous() for name, value in gradient.items()}
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self._start(client, download)

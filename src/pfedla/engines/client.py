@@ -33,7 +33,7 @@ class Client:
         self, state: ClientState, download: Payload, cohort: Cohort, epochs: int | None = None
     ) -> tuple[ClientState, Answer]:
         """A round of local training, or of the first of its epochs: the private state after it, and what is sent."""
-        result = self.algorithm.local_update(state, download, self.local_data(cohort, epochs))
+        result = self.algorithm.local_update(state, download, self.local_data(cohort, download, epochs))
         return result.client, self.answer(state, result, self.tested(result.model))
 
     def answer(self, before: ClientState, result: LocalResult, test: Test) -> Answer:
@@ -55,7 +55,7 @@ class Client:
 
     def personal(self, state: ClientState, trained: bool, download: Payload, cohort: Cohort) -> Params:
         """The personal model; a client that never trained has no statistics of its own, they are estimated on a copy."""
-        data = self.local_data(cohort) if self.algorithm.personalizes_on_data else NO_DATA
+        data = self.local_data(cohort, download) if self.algorithm.personalizes_on_data else NO_DATA
         model = self.algorithm.personalize(state, download, data)
         if not self.algorithm.task.layers.statistics or self.recalibrate == "never":
             return model
@@ -68,19 +68,19 @@ class Client:
         with torch.no_grad():
             return self.algorithm.task.recalibrated(model, self._inputs(x))
 
-    def split(self, seed: int) -> tuple[Examples, Examples]:
-        """What a client trains on, and what it holds out of it for validation: fixed once, by the seed."""
+    def split(self, seed: int, share: float) -> tuple[Examples, Examples]:
+        """What a client trains on, and the share of it that it holds out for validation: fixed once, by the seed."""
         x, y = self.train
-        held_out = min(int(len(y) * self.algorithm.held_out_share), max(0, len(y) - 2))  # BatchNorm needs two to train on
+        held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
         if not held_out:
             return Examples(x, y), Examples(x[:0], y[:0])
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
         return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
 
-    def local_data(self, cohort: Cohort, epochs: int | None = None) -> LocalData:
+    def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """All that a client trains on in a round, or the first of its epochs."""
-        examples, held_out = self.split(cohort.seed)
+        examples, held_out = self.split(cohort.seed, self.algorithm.held_out_share(download))
         draws = generator(cohort.seed, "batches", cohort.round, self.number)
         training = self.algorithm.training
         order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(training.epochs)])

@@ -59,7 +59,7 @@ class VectorizedEngine(SimulatedClients):
         if self.stopping():
             raise Stopped
         clients = cohort.ids[rows].tolist()
-        data = zip(*(self.client(client).local_data(cohort, epochs[rows[0]]) for client in clients), strict=True)
+        data = zip(*(self.client(client).local_data(cohort, downloads, epochs[rows[0]]) for client in clients), strict=True)
         states = stack([self._clients[client] for client in clients])
         results: LocalResult = vmap(self.algorithm.local_update)(
             states, downloads.rows(torch.tensor(rows)), LocalData(*map(torch.stack, data))

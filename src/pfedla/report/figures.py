@@ -66,7 +66,7 @@ def draw_learning_curve(run: Path) -> Path:
     axis.plot(x, p10, color="C0", linestyle=":", label="personal models, lowest tenth of clients")
     axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
     axis.set(xlabel="round", ylabel="test accuracy (%)", title=_title(run))
-    _finish(axis)
+    finish(axis)
     axis.legend(fontsize=8)
     return save(figure, run / "learning_curve.png")
 
@@ -115,7 +115,7 @@ def draw_self_weight(run: Path, alpha: Array, layers: list[str], rounds: list[in
     axis.axhline(1 / alpha.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
     axis.set(xlabel="round", ylabel="self-weight", ylim=(0, 1.02))
     axis.set_title(f"Self-weight per layer: mean and range of the clients\n{_title(run)}", fontsize=10)
-    _finish(axis)
+    finish(axis)
     axis.legend(fontsize=8, ncols=2)
     return save(figure, run / "self_weight.png")
 
@@ -134,7 +134,7 @@ def draw_attackers(run: Path, alpha: Array, layers: list[str], rounds: list[int]
     who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
     title = f"Weight that honest clients give to the attackers ({who}), per layer: mean and range"
     axis.set_title(f"{title}\n{_title(run)}", fontsize=9)
-    _finish(axis)
+    finish(axis)
     axis.legend(fontsize=8, ncols=2)
     return save(figure, run / "attackers.png")
 
@@ -155,12 +155,12 @@ def draw_comparison(runs: Mapping[str, list[Path]], path: Path) -> Path:
     axis.set(xlabel="round", ylabel="test accuracy (%)")
     whose = "the honest" if "honest" in read_result(folders[0]) else "all"
     axis.set_title(f"Personal models, mean of {whose} clients\n{plain(where(read_result(folders[0])))}, {seeds}", fontsize=10)
-    _finish(axis)
+    finish(axis)
     axis.legend(fontsize=8)
     return save(figure, path)
 
 
-def _finish(axis: Any) -> None:
+def finish(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,188 @@
+"""The paper's tables from the summaries of runs: Markdown, CSV and LaTeX, the paper's number beside ours."""
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from pfedla.report.tables import MIB
+
+Summary = Mapping[str, Any]  # what results.json holds
+Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row in a column: over the seeds. Accuracies in %, of the personal models, last round, mean of clients."""
+
+    accuracies: tuple[float, ...] = ()
+    mib: float | None = None  # down and up, mean over the seeds
+    reason: str = ""  # why it does not apply
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def std(self) -> float | None:
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+Entries = dict[str, dict[str, Entry]]  # column -> row
+
+
+def entries(summary: Summary) -> Entries:
+    found: dict[str, dict[str, list[Summary]]] = {column: {} for column in summary["columns"]}
+    for cell in summary["cells"]:
+        found[cell["column"]].setdefault(cell["row"], []).append(cell)
+    return {column: {row: _entry(rows.get(row, [])) for row in summary["rows"]} for column, rows in found.items() if rows}
+
+
+def _entry(cells: list[Summary]) -> Entry:
+    played = [cell for cell in cells if "accuracy" in cell]
+    if not played:
+        return Entry(reason=cells[0]["reason"] if cells else "")
+    mib = statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in played) / MIB
+    return Entry(tuple(100 * cell["accuracy"]["mean"] for cell in played), mib)
+
+
+def best(column: Mapping[str, Entry]) -> str | None:
+    """The row with the highest mean, as printed: equal to two decimals, the first."""
+    means = {row: round(entry.mean, 2) for row, entry in column.items() if entry.mean is not None}
+    return max(means, key=lambda row: means[row]) if len(means) > 1 else None
+
+
+def shown(entry: Entry) -> str:
+    if entry.mean is None:
+        return "–"
+    return f"{entry.mean:.2f}" + (f" ± {entry.std:.2f}" if entry.std is not None else "")
+
+
+def printed(number: Mapping[str, float] | None) -> str:
+    """The paper's own."""
+    if not number or "mean" not in number:
+        return "–"
+    return f"{number['mean']:.2f}" + (f" ± {number['std']:.2f}" if "std" in number else "")
+
+
+def settings(summary: Summary) -> list[str]:
+    """A line per column: what was really run."""
+    lines = []
+    for column in summary["columns"]:
+        cells = [cell for cell in summary["cells"] if cell["column"] == column and "accuracy" in cell]
+        if not cells:
+            continue
+        rounds = "/".join(str(n) for n in sorted({cell["rounds"] for cell in cells}))
+        experiment = cells[0]["experiment"]
+        epochs, share = experiment["training"]["local_epochs"], experiment["participation"]
+        seeds = sorted({cell["seed"] for cell in cells})
+        data = experiment["data"]
+        lines.append(
+            f"{column}: {data['dataset']}, {len(cells[0]['accuracy']['per_client'])} clients of {data['samples_per_client']} "
+            f"images, {100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {', '.join(map(str, seeds))}; "
+            f"{sum(cell['seconds'] for cell in cells) / 60:.0f} minutes"
+        )
+    return lines
+
+
+def markdown(summary: Summary, paper: Paper) -> str:
+    found = entries(summary)
+    with_mib = summary["form"] == "retained"
+    header = [""]
+    for column in found:
+        header += [column, "paper", *(["MiB"] if with_mib else [])]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for row in summary["rows"]:
+        cells = [row]
+        for column, rows in found.items():
+            entry = rows[row]
+            text = shown(entry)
+            cells += [f"**{text}**" if row == best(rows) else text, printed(paper.get(column, {}).get(row))]
+            if with_mib:
+                cells.append("–" if entry.mib is None else f"{entry.mib:.2f}")
+        lines.append(cells)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n{NOTE}\n\n" + "\n".join(f"- {line}" for line in settings(summary)) + "\n"
+
+
+NOTE = (
+    "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round; ± is the standard "
+    "deviation over seeds. Bold: the highest of the column."
+)
+
+
+def comma_separated(summary: Summary, paper: Paper) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["column", "row", "seeds", "accuracy", "std", "mib", "paper_accuracy", "paper_std", "paper_mib", "reason"])
+    for column, rows in entries(summary).items():
+        for row, entry in rows.items():
+            theirs = paper.get(column, {}).get(row, {})
+            ours = [None if value is None else round(value, 4) for value in (entry.mean, entry.std, entry.mib)]
+            writer.writerow(
+                [column, row, len(entry.accuracies), *ours, *(theirs.get(key) for key in ("mean", "std", "mib")), entry.reason]
+            )
+    return text.getvalue()
+
+
+def latex(summary: Summary, paper: Paper) -> str:
+    """booktabs: ours, the best in bold, and the paper's in small print below it."""
+    found = entries(summary)
+    lines = [
+        r"\begin{tabular}{l" + "c" * len(found) + "}", r"\toprule",
+        " & ".join(["", *(_escaped(column) for column in found)]) + r" \\", r"\midrule",
+    ]  # fmt: skip
+    for row in summary["rows"]:
+        cells = [_escaped(row)]
+        for column, rows in found.items():
+            text = shown(rows[row]).replace("±", r"$\pm$").replace("–", "--")
+            text = rf"\textbf{{{text}}}" if row == best(rows) else text
+            theirs = printed(paper.get(column, {}).get(row)).replace("±", r"$\pm$")
+            cells.append(text if theirs == "–" else rf"{text} {{\scriptsize({theirs})}}")
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _escaped(text: str) -> str:
+    for sign in "%&_#":
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def terminal_table(summary: Summary, paper: Paper) -> Table:
+    found = entries(summary)
+    table = Table("", title=summary["title"], title_justify="left", caption_justify="left")
+    for column in found:
+        table.add_column(f"{column}", justify="right")
+        table.add_column("paper", justify="right", style="dim")
+    for row in summary["rows"]:
+        cells = [row]
+        for column, rows in found.items():
+            text = shown(rows[row])
+            cells += [f"[bold]{text}[/]" if row == best(rows) else text, printed(paper.get(column, {}).get(row))]
+        table.add_row(*cells)
+    table.caption = "\n".join([NOTE, *settings(summary)])
+    return table
+
+
+def accounting_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("data set", "k", "retained", "MiB", "paper", "difference", title=title, title_justify="left")
+    for row in rows:
+        difference = f"{row['mib'] - row['paper']:+.2f}" if row["paper"] is not None else ""
+        theirs = f"{row['paper']:.2f}" if row["paper"] is not None else "–"
+        table.add_row(row["column"], row["row"], ", ".join(row["retained"]) or "–", f"{row['mib']:.2f}", theirs, difference)
+    return table
+
+
+def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
+    contents = {"table.md": markdown, "table.csv": comma_separated, "table.tex": latex}
+    paths = []
+    for name, make in contents.items():
+        paths.append(folder / name)
+        paths[-1].write_text(make(summary, paper), encoding="utf-8")
+    return paths

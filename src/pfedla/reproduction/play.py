@@ -1,0 +1,154 @@
+"""Play the cells that are missing, and sum up those that are there."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pfedla
+from pfedla.console import Reporter
+from pfedla.data import datasets
+from pfedla.data.own import Dataset
+from pfedla.errors import GaveUpError, NotApplicableError, Stopped
+from pfedla.experiment import Experiment, build, read_toml
+from pfedla.files import read_object, write_text
+from pfedla.report.figures import read_alpha, read_rounds
+from pfedla.reproduction.grid import Cell, Grid
+from pfedla.result_file import read_result
+from pfedla.results import run_built
+from pfedla.run_folder import EXPERIMENT, RESULT, RunFolder
+
+COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
+SNAPSHOTS = 21  # of alpha in a summary, at most
+Place = tuple[str, str, int]  # column, row, seed
+FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
+
+
+def is_done(runs: Path, cell: Cell) -> bool:
+    folder = runs / cell.folder
+    return (folder / RESULT).exists() or (folder / REASON).exists()
+
+
+def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Every cell that is not there yet, one after the other; one that was stopped goes on where it stands."""
+    runs.mkdir(parents=True, exist_ok=True)
+    loaded: dict[str, Dataset] = {}
+    for cell in cells:
+        one = cell.experiment
+        if is_done(runs, cell):
+            reporter.skip(one.rounds)
+            continue
+        if stopping():
+            raise Stopped
+        reporter.begin(f"{cell.row}, {cell.column}", one.seed)
+        if one.data.dataset not in loaded:
+            loaded = {one.data.dataset: datasets.load(one.data.dataset)}  # one at a time: CIFAR is large
+        path = runs / cell.folder
+        try:
+            built = build(one, loaded[one.data.dataset])
+            folder = RunFolder(path, resume=True)
+            if not (path / COMMIT).exists():
+                write_text(path / COMMIT, json.dumps(commit()) + "\n")
+            folder.stopping = stopping
+            run_built(built, folder, reporter)
+        except (NotApplicableError, GaveUpError) as error:
+            reporter.say(f"{cell.row}, {cell.column}: {error}")
+            reporter.skip(one.rounds)
+            path.mkdir(exist_ok=True)
+            write_text(path / REASON, json.dumps({"reason": str(error)}) + "\n")
+
+
+def commit() -> dict[str, str]:
+    """Which pfedla this is: its version, and in a checkout the commit."""
+    where = Path(pfedla.__file__).parents[2]
+    found = subprocess.run(
+        ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        capture_output=True, text=True, check=False,
+    ) if (where / ".git").exists() else None  # fmt: skip
+    return {"pfedla": pfedla.__version__, **({"commit": found.stdout.strip()} if found and found.returncode == 0 else {})}
+
+
+def write_summary(runs: Path, name: str, grid: Grid, cells: Sequence[Cell], folder: Path) -> dict[str, Any]:
+    """results.json: what is known of each cell that is there, all that tables and figures are made of.
+
+    Cells that an earlier command left there, of other seeds or data sets, stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SUMMARY
+    before = read_object(path)["cells"] if path.exists() else []
+    new = [cell_summary(runs / cell.folder, cell, grid) for cell in cells if is_done(runs, cell)]
+    known = {place(cell): cell for cell in [*before, *new]}
+    columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
+    order = sorted(known, key=lambda where: (columns.index(where[0]), rows.index(where[1]), where[2]))
+    summary = {
+        "name": name, "title": grid.title, "claim": grid.claim, "form": grid.form, "columns": columns, "rows": rows,
+        "layers": {column.name: column.layer for column in grid.columns if column.layer},
+        "cells": [known[where] for where in order],
+    }  # fmt: skip
+    write_text(path, _one_line_per_cell(summary))
+    return summary
+
+
+def place(cell: dict[str, Any]) -> Place:
+    return cell["column"], cell["row"], cell["seed"]
+
+
+def place_of(cell: Cell) -> Place:
+    return cell.column, cell.row, cell.experiment.seed
+
+
+def _one_line_per_cell(summary: dict[str, Any]) -> str:
+    head = json.dumps({**summary, "cells": []}, ensure_ascii=False, indent=2).removesuffix("[]\n}")
+    cells = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary["cells"])
+    return f"{head}[\n{cells}\n]}}\n"
+
+
+def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
+    what = {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed}
+    if not (run / RESULT).exists():
+        return {**what, "reason": read_object(run / REASON)["reason"]}
+    result = read_result(run / RESULT)
+    experiment = Experiment.parse(read_toml(run / EXPERIMENT))
+    machine = read_object(run / "environment.json")
+    lines = read_rounds(run)
+    summary = {
+        **what,
+        "accuracy": result["accuracy"],
+        "accuracy_after_training": result["accuracy_after_training"]["mean"],
+        "traffic": result["traffic"],
+        "leaked_test_share": result["leaked_test_share"],
+        "refused_uploads": result["refused_uploads"],
+        "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
+        "retained": _retained(lines),
+        "seconds": round(result["seconds"]["total"], 1),
+        "run_by": {**read_object(run / COMMIT), "torch": machine["torch"], "cpu": machine["cpu"], "python": machine["python"]},
+        "experiment": {key: value for key, value in experiment.numbers().items() if key not in ("faults", "uploads")},
+        "rounds": experiment.rounds,
+    }
+    if grid.form in FORMS_WITH_ALPHA and (found := read_alpha(run)) is not None:
+        alpha, layers, rounds = found
+        step = -(-(len(rounds) - 1) // (SNAPSHOTS - 1)) or 1
+        kept = sorted({*range(0, len(rounds), step), len(rounds) - 1})
+        summary["alpha"] = {
+            "layers": layers,
+            "rounds": [rounds[position] for position in kept],
+            "values": [[[[round(float(v), 4) for v in row] for row in rows] for rows in alpha[position]] for position in kept],
+            "classes": read_object(run / "federation.json")["train"],
+        }
+    return summary
+
+
+def differences(before: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """What is not the same when a cell was played again: every number but the seconds."""
+    numbers = ("accuracy", "accuracy_after_training", "traffic", "curve", "retained", "refused_uploads", "alpha", "experiment")
+    return [key for key in numbers if before.get(key) != again.get(key)]
+
+
+def _retained(lines: list[dict[str, Any]]) -> dict[str, int]:
+    """How often each layer was kept at home, over the rounds that have a line."""
+    total: dict[str, int] = {}
+    for line in lines:
+        for layer, count in line["retained"].items():
+            total[layer] = total.get(layer, 0) + count
+    return total

@@ -1,0 +1,220 @@
+"""The paper's tables and figures: the grids, the tables and numbers made of runs, and what the committed results show."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pfedla import algorithms
+from pfedla.console import Reporter
+from pfedla.errors import PfedlaError
+from pfedla.report import paper as report
+from pfedla.report.paper_figures import by_distance, evolution, heatmap, self_weights, write_figures
+from pfedla.reproduction import grid as grids
+from pfedla.reproduction import play
+from pfedla.reproduction.accounting import accounting
+from pfedla.reproduction.grid import Grid, Wanted, cells
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+# The grids.
+
+
+@pytest.mark.parametrize("name", grids.names())
+def test_every_cell_of_every_grid_is_a_valid_experiment(name: str) -> None:
+    grid = grids.load(name)
+    for wanted in (Wanted(), Wanted(paper_budget=True)):
+        found = cells(grid, wanted)
+        for cell in found:
+            section = cell.experiment.algorithm
+            algorithms.resolve_options(section.name, section.options)
+        assert len({cell.folder for cell in found}) == len(found)
+    for column, rows in grids.paper(name).items():
+        if column in {one.name for one in grid.columns}:
+            assert rows.keys() <= {row.name for row in grid.rows}
+
+
+def test_there_is_an_experiment_for_everything_the_paper_shows() -> None:
+    assert set(grids.names()) >= {
+        "table1", "table2", "table3", "figure_toy", "figure_weight_evolution", "figure_weight_heatmap",
+        "figure_layer_weights", "effect_of_k", "effect_of_neighbours",
+    }  # fmt: skip
+
+
+def test_the_cells_that_are_asked_for() -> None:
+    grid = grids.load("table1")
+    some = cells(grid, Wanted(["emnist"], ["pfedla", "Local"], [10], [3, 4], rounds=7))
+    assert [(c.row, c.experiment.seed, c.experiment.rounds) for c in some] == [
+        (row, seed, 7) for seed in (3, 4) for row in ("Local", "pFedLA")
+    ]
+    assert {c.experiment.data.clients for c in cells(grid, Wanted(clients=[100]))} == {100}
+    assert {c.experiment.rounds for c in cells(grid, Wanted(paper_budget=True))} == {600, 2500}
+    for wanted, says in (
+        (Wanted(datasets=["emnits"]), "did you mean 'emnist'"), (Wanted(methods=["fedprox"]), "unknown method"),
+        (Wanted(clients=[50]), "choose one of: 10, 100"),
+    ):  # fmt: skip
+        with pytest.raises(PfedlaError, match=says):
+            cells(grid, wanted)
+
+
+def test_a_run_is_shared_by_the_tables_that_are_made_of_it() -> None:
+    one, other = ({c.folder for c in cells(grids.load(name))} for name in ("table1", "per_layer"))
+    assert one & other
+
+
+def test_the_accounting_is_the_papers() -> None:
+    rows = accounting(grids.load("table3"), grids.paper("table3"))
+    assert len(rows) == 7
+    for row in rows:
+        assert abs(round(row["mib"], 2) - row["paper"]) <= 0.02 + 1e-9  # as printed
+
+
+# Tables and numbers, by hand.
+
+
+def summary_of(accuracies: dict[tuple[str, str, int], float | None], **more: Any) -> dict[str, Any]:
+    made = []
+    for (column, row, seed), mean in accuracies.items():
+        cell: dict[str, Any] = {"column": column, "row": row, "seed": seed}
+        if mean is None:
+            cell["reason"] = "it has no BatchNorm"
+        else:
+            data = {"dataset": "digits", "samples_per_client": 100}
+            cell |= {
+                "accuracy": {"mean": mean, "per_client": [mean, mean]}, "traffic": {"down_bytes": 2**20, "up_bytes": 2**21},
+                "experiment": {"training": {"local_epochs": 1}, "participation": 1.0, "data": data},
+                "rounds": 2, "seconds": 60.0, "curve": [[1, mean], [2, mean]],
+            }  # fmt: skip
+        made.append(cell)
+    columns, rows = (list(dict.fromkeys(place[axis] for place in accuracies)) for axis in (0, 1))
+    return {"title": "t", "form": "table", "columns": columns, "rows": rows, "cells": made, **more}
+
+
+def test_a_table_has_the_best_in_bold_the_spread_over_seeds_and_the_papers_number() -> None:
+    summary = summary_of(
+        {("A", "x_1", 0): 0.5, ("A", "x_1", 1): 0.6, ("A", "y", 0): 0.54, ("B", "x_1", 0): None, ("B", "y", 0): 0.25}
+    )
+    paper = {"A": {"x_1": {"mean": 55.5, "std": 0.25}, "y": {"mean": 50.0}}}
+    lines = report.markdown(summary, paper).splitlines()
+    assert lines[:4] == [
+        "|  | A | paper | B | paper |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| x_1 | **55.00 ± 7.07** | 55.50 ± 0.25 | – | – |",
+        "| y | 54.00 | 50.00 | 25.00 | – |",
+    ]
+    assert "digits, 2 clients of 100 images, 100 % a round, 2 rounds, 1 local epochs, seeds 0, 1; 3 minutes" in lines[-2]
+    tex = report.latex(summary, paper)
+    assert r"x\_1 & \textbf{55.00 $\pm$ 7.07} {\scriptsize(55.50 $\pm$ 0.25)} & -- \\" in tex
+    assert tex.startswith("\\begin{tabular}{lcc}\n\\toprule")
+    rows = report.comma_separated(summary, paper).splitlines()
+    assert rows[1] == "A,x_1,2,55.0,7.0711,3.0,55.5,0.25,,"
+    assert rows[3] == "B,x_1,0,,,,,,,it has no BatchNorm"
+
+
+def alpha_cell(values: Any) -> dict[str, Any]:
+    return {"alpha": {"values": values, "layers": ["conv", "fc"], "rounds": list(range(len(values)))}}
+
+
+def test_weights_by_distance_around_the_circle() -> None:
+    weights = np.array([[9, 1, 2, 1], [1, 9, 1, 2], [2, 1, 9, 1], [1, 2, 1, 9.0]])
+    assert by_distance(weights) == [9, 1, 2]
+    alpha = np.zeros((2, 4, 2, 4))
+    alpha[1, :, 1] = weights
+    assert np.array_equal(heatmap([alpha_cell(alpha)], "fc"), weights)
+
+
+def test_the_evolution_is_of_the_target_by_thirds_of_the_run() -> None:
+    alpha = np.zeros((7, 5, 2, 5))
+    for snapshot in range(7):
+        alpha[snapshot, 0, 0] = np.array([5, 3, 2, 1, 0]) * snapshot
+    whose, layers = evolution([alpha_cell(alpha)])
+    assert layers == ["conv", "fc"]
+    assert whose["self"][:, 0].tolist() == [7.5, 17.5, 27.5]
+    assert whose["same labels"][:, 0].tolist() == [4.5, 10.5, 16.5]
+    assert whose["similar"][:, 0].tolist() == [3, 7, 11]
+    assert whose["others"][:, 0].tolist() == [0.75, 1.75, 2.75]
+    assert self_weights([alpha_cell(alpha)])[0].tolist() == [30, 0]
+
+
+# Playing.
+
+SMALL = Grid.model_validate({
+    "title": "small", "claim": "", "form": "heatmap",
+    "experiment": {"rounds": 2, "training": {"local_epochs": 1}, "data": {"dataset": "digits", "clients": 4}},
+    "columns": [
+        {"name": "digits", "experiment": {"data": {"partition": "classes"}}, "layer": "fc1"},
+        {"name": "more", "experiment": {"data": {"partition": "dominant"}}, "layer": "fc1", "only": ["Local"]},
+    ],
+    "rows": [
+        {"name": "Local", "experiment": {"algorithm": {"name": "local"}}},
+        {"name": "pFedLA", "experiment": {"algorithm": {"name": "pfedla"}}},
+        {"name": "FedBN", "experiment": {"algorithm": {"name": "fedbn"}}},
+    ],
+})  # fmt: skip
+
+
+class Counting(Reporter):
+    def __init__(self) -> None:
+        super().__init__(0, quiet=True)
+        self.begun: list[str] = []
+
+    def begin(self, name: str, seed: int) -> None:
+        self.begun.append(name)
+
+
+def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_path: Path) -> None:
+    wanted = cells(SMALL)
+    reporter, again = Counting(), Counting()
+    play.play(tmp_path / "runs", wanted[:2], reporter)
+    assert reporter.begun == ["Local, digits", "pFedLA, digits"]
+    play.play(tmp_path / "runs", wanted, again)
+    assert again.begun == ["FedBN, digits", "Local, more"]
+    first = play.write_summary(tmp_path / "runs", "small", SMALL, wanted[1:], tmp_path / "out")
+    summary = play.write_summary(tmp_path / "runs", "small", SMALL, wanted[:1], tmp_path / "out")
+    assert [play.place(cell) for cell in summary["cells"]] == [play.place_of(cell) for cell in wanted]  # the others have stayed
+    assert json.loads((tmp_path / "out/results.json").read_text()) == summary
+    result = json.loads((tmp_path / "runs" / wanted[1].folder / "result.json").read_text())
+    mixed = summary["cells"][1]
+    assert mixed == first["cells"][0]
+    assert (mixed["accuracy"], mixed["traffic"]) == (result["accuracy"], result["traffic"])
+    assert mixed["experiment"]["algorithm"]["name"] == "pfedla"
+    assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
+    assert mixed["run_by"].keys() >= {"pfedla", "torch", "cpu"}
+    assert "BatchNorm" in summary["cells"][2]["reason"]
+    tables = report.write_tables(summary, {}, tmp_path / "out")
+    heat = {**summary, "cells": [mixed]}
+    assert all(path.stat().st_size for path in [*tables, *write_figures(heat, {}, tmp_path / "out")])
+    repeated = play.cell_summary(tmp_path / "runs" / wanted[1].folder, wanted[1], SMALL)
+    assert play.differences(mixed, repeated) == []
+    repeated["curve"][0][1] += 1e-9
+    assert play.differences(mixed, repeated) == ["curve"]
+
+
+@pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
+def test_tables_of_every_form_have_a_figure(form: str, tmp_path: Path) -> None:
+    summary = summary_of({("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("B", "k = 0", 0): 0.1}, form=form)
+    assert [path.name for path in write_figures(summary, {"A": {"k = 0": {"mean": 50.0}}}, tmp_path)] == [
+        "figure.png", "figure.pdf",
+    ]  # fmt: skip
+
+
+# What stands in results/.
+
+COMMITTED = sorted(path.parent.name for path in RESULTS.glob("*/results.json"))
+
+
+def committed(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name / "results.json").read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_tables_are_made_of_the_committed_numbers(name: str) -> None:
+    summary, paper = committed(name), grids.paper(name)
+    for file, make in (("table.md", report.markdown), ("table.csv", report.comma_separated), ("table.tex", report.latex)):
+        assert (RESULTS / name / file).read_text(encoding="utf-8") == make(summary, paper)
+    assert (RESULTS / name / "figure.png").exists()
+    assert not any("dirty" in cell.get("run_by", {}).get("commit", "") for cell in summary["cells"])
