@@ -329,7 +329,7 @@ def test_no_upload_whatever_it_is_gets_past_or_stops_the_check(data: st.DataObje
 
     cohort = everyone(torch.tensor([9, 9]), 1, 0)
     downloads = algorithm.download(algorithm.init_server(2, 0), cohort)
-    honest = Answer(downloads.rows(0), torch.zeros(()), 0.5, 1.0, True)
+    honest = Answer(downloads.rows(0)._replace(extras={}), torch.zeros(()), 0.5, 1.0, True)
     bad = honest._replace(upload=nonsense) if part == "all" else with_upload(honest, **{part: nonsense})
     accepted, failures = accept(algorithm, {}, cohort, downloads, [honest, bad])
     assert accepted.cohort.ids.tolist() == ([0, 1] if not failures else [0])

@@ -66,12 +66,15 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, batch_norm: bool, 
 def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Federation) -> None:
     algorithm = make(name, batch_norm=batch_norm)
     threaded, vectorized = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
-    # FedFomo divides differences of losses on a few held-out examples by one another, which magnifies rounding.
-    ends_equal(threaded, vectorized, tolerance=1e-4 if name == "fedfomo" else 1e-5)
+    # FedFomo divides differences of losses on a few held-out examples by one another, and a scaled step their gradients:
+    # both magnify rounding.
+    tolerance = {"fedfomo": 1e-4, "pfedla-held-out": 1e-3, "heurpfedla-held-out": 1e-3}.get(name, 1e-5)
+    ends_equal(threaded, vectorized, tolerance=tolerance)
+    near = {"rtol": max(1e-5, tolerance / 10), "atol": max(1e-5, tolerance / 10)}
     for one, other in zip(threaded[0], vectorized[0], strict=True):
-        torch.testing.assert_close(one.evaluation.loss, other.evaluation.loss, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one.training_loss, other.training_loss, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one.after_training.loss, other.after_training.loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.evaluation.loss, other.evaluation.loss, **near)
+        torch.testing.assert_close(one.training_loss, other.training_loss, **near)
+        torch.testing.assert_close(one.after_training.loss, other.after_training.loss, **near)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(name: str, batch_norm: bool, federation: Federation) -> None:

@@ -29,6 +29,7 @@ from pfedla.layers import Layers, inner_products
 from pfedla.tree import Params, copies
 
 TRUNK_DEPTH = 3
+TRUNK_SHARE = 0.1  # of the heads' rate, in a tamed step
 HEADS = ("heads.weight", "heads.bias")
 Normalise = Literal["softmax", "relu"]
 
@@ -80,9 +81,11 @@ class LayerWeightHypernetwork:
         """[clients, layers, senders] from stacked tensors; `own` holds each client's position among the senders."""
         return self._free().alpha({"logits": vmap(self._logits_of_one)(tensors)}, own)
 
-    def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
+    def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float, *, tamed: bool = False) -> Params:
         """Move embedding and weights along the product of `gradient` = dObjective/dalpha with the Jacobian (Eq. 10-11).
 
+        `tamed`: the heads move the logits as those of the compact form would move, and trunk and embedding are a tenth as
+        fast. Else the weights, once they move, move ever faster, because the trunk's output grows with the heads.
         The heads' part is written out: it is an outer product that need not be made in memory before it is added.
         """
         weight, bias = (tensors[name] for name in HEADS)
@@ -93,11 +96,15 @@ class LayerWeightHypernetwork:
         slope = self._free().slope(logits, own, gradient)
         pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
         ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))  # of a number: a vector takes torch an import
+        heads_lr = lr / (1 + hidden.square().sum(-1)) if tamed else torch.full((len(hidden),), lr, dtype=hidden.dtype)
+        body_lr = TRUNK_SHARE * heads_lr if tamed else heads_lr
         moved = {
-            name: torch.add(value.detach(), part, alpha=lr) for (name, value), part in zip(body.items(), ascent, strict=True)
+            name: torch.addcmul(value.detach(), part, _along(body_lr, part))
+            for (name, value), part in zip(body.items(), ascent, strict=True)
         }
-        moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None], value=lr)
-        moved["heads.bias"] = torch.add(bias, slope, alpha=lr)
+        slope = slope * _along(heads_lr, slope)
+        moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None])
+        moved["heads.bias"] = bias + slope
         return moved
 
 
@@ -132,7 +139,7 @@ class FreeLayerWeights:
         leaf = logits.detach().requires_grad_()
         return torch.autograd.grad((vmap(self._alpha_of_one)(leaf, own) * gradient).sum(), leaf)[0]
 
-    def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float) -> Params:
+    def step(self, tensors: Params, own: Tensor, gradient: Tensor, lr: float, *, tamed: bool = False) -> Params:
         logits = tensors["logits"]
         return {"logits": torch.add(logits, self.slope(logits, own, gradient), alpha=lr)}
 
@@ -148,6 +155,29 @@ def normalise_or_own(weights: Tensor, own: Tensor | int) -> Tensor:
     only_own = (torch.arange(weights.shape[-1], device=weights.device) == own).to(weights.dtype)
     # The inner `where` keeps 0/0 out of the gradient too.
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), only_own)
+
+
+def _along(rates: Tensor, value: Tensor) -> Tensor:
+    """One rate per client, against a stacked value."""
+    return rates.view(-1, *[1] * (value.ndim - 1))
+
+
+def scaled_rows(gradient: Tensor, resolution: Tensor) -> Tensor:
+    """The gradient of every layer [rows, layers, senders] centred, which the weights do not feel, and scaled so that its
+    largest number is 1; zero where the senders differ by less than `resolution` [rows, layers], which is rounding."""
+    centred = gradient - gradient.mean(-1, keepdim=True)
+    largest = centred.abs().amax(-1, keepdim=True)
+    differ = largest > resolution.unsqueeze(-1)
+    return torch.where(differ, centred / torch.where(differ, largest, 1.0), 0.0)
+
+
+def layer_norms(stacked: Params, layers: Layers) -> Tensor:
+    """[rows, layers]: the length of each row's layers."""
+    some = next(iter(stacked.values()))
+    squares = some.new_zeros(len(some), len(layers))
+    for name, value in stacked.items():
+        squares[:, layers.index[name]] += value.flatten(1).square().sum(1)
+    return squares.sqrt()
 
 
 def layer_gradient(delta: Params, models: Params, layers: Layers, receivers: Tensor | None = None) -> Tensor:

@@ -15,13 +15,22 @@ from torch.func import vmap
 from pfedla.algorithms.bounds import Natural, Positive, Rate
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.errors import NotApplicableError, PfedlaError, check_affordable
-from pfedla.hypernetworks import FreeLayerWeights, LayerWeightHypernetwork, Normalise, layer_gradient, normalise_or_own
+from pfedla.hypernetworks import (
+    FreeLayerWeights,
+    LayerWeightHypernetwork,
+    Normalise,
+    layer_gradient,
+    layer_norms,
+    normalise_or_own,
+    scaled_rows,
+)
 from pfedla.layers import choose, mix, mix_few
 from pfedla.seeds import generator
 from pfedla.training import sgd
 from pfedla.tree import copies, finite_rows, put_, take
 
 LEARNING, WISH = "learning", "wish."
+ROUNDING = 1e-6  # of a float32 product of two layers, against their lengths
 CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
 
 
@@ -34,11 +43,13 @@ class PFedLA(Algorithm):
     weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
     hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
-    hypernetwork_lr: Rate = 3.0  # measured: docs/algorithms/pfedla.md
-    learn_from: Literal["update", "held-out"] = "update"  # the paper's g, or that of the loss on examples not trained on
+    # Departs from the paper, whose rule is learn_from = "update", step = "plain", learning_rounds = "all" and (its rate is not
+    # stated) hypernetwork_lr = 3.0; measured in docs/algorithms/pfedla.md.
+    learn_from: Literal["held-out", "update"] = "held-out"  # the loss on examples not trained on, or where training went
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, while alpha is learned from it
-    learning_passes: Positive | Literal["all"] = "all"  # rounds per client, on average, in which alpha is learned
-    scaled: bool = False  # g of each layer scaled to at most 1, so that the rate means the same everywhere
+    learning_rounds: Positive | Literal["all"] = 10  # the first rounds, in which alpha is learned; then it stays
+    step: Literal["scaled", "plain"] = "scaled"  # scaled: a rate means the same for every layer, model and data set
+    hypernetwork_lr: Rate = 2.0
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Normalise = "softmax"
@@ -116,12 +127,11 @@ class PFedLA(Algorithm):
             mixed = mix(alpha, server["models"], self.task.layers, cohort.ids)
         else:
             mixed = mix_few(*self._neighbours(alpha, cohort, self.neighbours), server["models"], self.task.layers)
-        return Payload(mixed, self._sent(alpha, cohort), self._mark(cohort, alpha.shape[-1]))
+        return Payload(mixed, self._sent(alpha, cohort), self._mark(cohort))
 
-    def _mark(self, cohort: Cohort, num_clients: int) -> Params:
+    def _mark(self, cohort: Cohort) -> Params:
         """An empty tensor, whose name tells the clients to hold examples out: alpha is learned in this round."""
-        passed = cohort.round * len(cohort.ids)
-        if self.learning_passes != "all" and passed > self.learning_passes * num_clients:
+        if self.learning_rounds != "all" and cohort.round > self.learning_rounds:
             return {}
         return {LEARNING: torch.empty(len(cohort.ids), 0)}
 
@@ -158,13 +168,14 @@ class PFedLA(Algorithm):
         wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
         if self.weights == "model":
             wish = wish.sum(1, keepdim=True).expand_as(wish)
-        if self.scaled:
-            wish = wish - wish.mean(-1, keepdim=True)
-            wish = wish / wish.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        if self.step == "scaled":
+            moved, start = (layer_norms(part, self.task.layers) for part in (delta, downloads.tensors))
+            wish = scaled_rows(wish, ROUNDING * moved * start)
         pair = _never_alone(cohort.ids)
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)
-        stepped = self._hypernetwork(wish.shape[-1]).step(before, pair, wish, self.hypernetwork_lr)
+        network = self._hypernetwork(wish.shape[-1])
+        stepped = network.step(before, pair, wish, self.hypernetwork_lr, tamed=self.step == "scaled")
         # A finite but huge upload can overflow g; that client's weights then stay as they were.
         sound = finite_rows(stepped, len(pair))[: len(cohort.ids)].nonzero().squeeze(1)
         put_(server["hypernetworks"], cohort.ids[sound], take(stepped, sound))
@@ -189,10 +200,10 @@ class PFedLA(Algorithm):
         return LocalResult({name: model[name] for name in client}, upload, model, loss)
 
     def _wish(self, start: Params, data: LocalData) -> Params:
-        """Which way the start should move for the held-out examples; nowhere if there are none."""
+        """Which way the start should move for the held-out examples; nowhere if there are too few for BatchNorm."""
         layers = self.task.layers
         parameters = layers.parameters(start)
-        if not len(data.held_out_y):
+        if len(data.held_out_y) < 2:
             return {WISH + name: torch.zeros_like(value) for name, value in parameters.items()}
         laid_out = {name: self.task.laid_out(value) for name, value in parameters.items()}
         gradient, _, _ = self.task.gradient(laid_out, layers.only_statistics(start), data.held_out_x, data.held_out_y)
