@@ -1,4 +1,4 @@
-"""Put the tables of benchmarks/results/*.json into docs/performance.md, between their marks: no number is typed.
+"""Put the tables of benchmarks/results and results into the documents, between their marks: no number is typed.
 
 python benchmarks/fill_docs.py
 """
@@ -14,7 +14,10 @@ import bench_phases
 import bench_round
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
+ROOT = HERE.parent
+PAGE = ROOT / "docs" / "performance.md"
+RULE_PAGE = ROOT / "docs" / "algorithms" / "pfedla.md"
+PAPER_RULE = "learn_from=update step=plain learning_rounds=all hypernetwork_lr=3"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -56,20 +59,50 @@ def server_table(report: dict[str, Any]) -> str:
     )
 
 
-def filled(text: str, mark: str, content: str) -> str:
+def validation_table(lines: list[dict[str, Any]]) -> str:
+    """A row per trial, a column per setting; of several seeds the mean."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    settings: dict[str, str] = {}
+    for line in lines:
+        where = f"{line['dataset']}, {line['partition']}"
+        settings[where] = f"{line['rounds']} rounds, {line['local_epochs']} local epochs"
+        found.setdefault(line["trial"], {}).setdefault(where, []).append(line)
+    header = ["", *(f"{where}: {budget}" for where, budget in settings.items())]
+    rows = []
+    for trial, columns in found.items():
+        cells = [f"`{trial}`" if trial != f"pfedla {PAPER_RULE}" else "`pfedla`, the paper's rule"]
+        for where in settings:
+            some = columns.get(where, [])
+            if not some:
+                cells.append("")
+                continue
+            weights = " ".join(f"{weight:.2f}" for weight in some[0].get("self_weights", {}).values())
+            seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
+            accuracy = 100 * statistics.mean(line["accuracy"] for line in some)
+            cells.append(f"{accuracy:.1f}{seeds}" + (f"; {weights}" if weights else ""))
+        rows.append(cells)
+    return table(header, rows)
+
+
+def filled(page: Path, mark: str, content: str) -> None:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
+    text = page.read_text(encoding="utf-8")
     text, count = re.subn(pattern, lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text, flags=re.S)
-    assert count == 1, f"{PAGE} has no {mark}"
-    return text
+    assert count == 1, f"{page} has no {mark}"
+    page.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
     for mark, make in (("round", round_tables), ("phases", phases_table), ("choice", choice_table), ("server", server_table)):
         report = HERE / "results" / f"{mark}.json"
         if report.exists():
-            text = filled(text, mark, make(json.loads(report.read_text(encoding="utf-8"))))
-    PAGE.write_text(text, encoding="utf-8")
+            filled(PAGE, mark, make(json.loads(report.read_text(encoding="utf-8"))))
+    trials = (HERE / "results" / "validation.jsonl").read_text(encoding="utf-8")
+    filled(RULE_PAGE, "validation", validation_table([json.loads(line) for line in trials.splitlines()]))
+    for result in sorted((ROOT / "results").glob("*/table.md")):
+        readme = ROOT / "experiments" / result.parent.name / "README.md"
+        picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"
+        filled(readme, "result", f"{result.read_text(encoding='utf-8').strip()}\n\n{picture}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pfedla import algorithms
 from pfedla.console import Reporter
 from pfedla.errors import PfedlaError
 from pfedla.report import paper as report
-from pfedla.report.paper_figures import by_distance, evolution, heatmap, self_weights, write_figures
+from pfedla.report.paper_figures import by_column, by_distance, evolution, heatmap, self_weights, write_figures
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction import play
 from pfedla.reproduction.accounting import accounting
@@ -218,3 +218,58 @@ def test_the_committed_tables_are_made_of_the_committed_numbers(name: str) -> No
         assert (RESULTS / name / file).read_text(encoding="utf-8") == make(summary, paper)
     assert (RESULTS / name / "figure.png").exists()
     assert not any("dirty" in cell.get("run_by", {}).get("commit", "") for cell in summary["cells"])
+
+
+def test_the_weights_fall_with_the_distance_between_clients() -> None:
+    summary = committed("figure_weight_heatmap")
+    for column, found in by_column(summary).items():
+        weights = by_distance(heatmap(found, summary["layers"][column]))
+        assert weights[0] > weights[1] > weights[2] > weights[3], (column, weights)
+
+
+def test_the_client_with_the_same_labels_gets_most_then_the_similar_one() -> None:
+    for column, found in by_column(committed("figure_weight_evolution")).items():
+        whose, _ = evolution(found)
+        same, similar, others = (whose[name][-1].mean() for name in ("same labels", "similar", "others"))
+        assert same > similar > others, (column, same, similar, others)
+
+
+def test_the_readmes_hold_the_committed_tables() -> None:
+    for name in COMMITTED:
+        readme = (RESULTS.parent / "experiments" / name / "README.md").read_text(encoding="utf-8")
+        assert (RESULTS / name / "table.md").read_text(encoding="utf-8").strip() in readme
+
+
+# The command line.
+
+
+def test_reproduce_lists_what_there_is_and_prints_the_accounting(pfedla) -> None:
+    code, out, _ = pfedla("reproduce")
+    assert code == 0
+    assert all(name in out for name in grids.names())
+    code, out, _ = pfedla("reproduce", "table3", "--accounting-only")
+    assert code == 0
+    assert "693.96" in out
+    assert "693.98" in out
+    for words, says in (
+        (["tabel1"], "did you mean 'table1'"), (["table1", "--accounting-only"], "has no accounting"),
+        (["table1", "-d", "svhn"], "unknown data set"), (["table1", "--clients", "ten"], "--clients"),
+        (["table1", "--check"], "no such file"),
+    ):  # fmt: skip
+        code, _, err = pfedla("reproduce", *words)
+        assert code == 2
+        assert says in err.lower()
+
+
+@pytest.mark.slow
+def test_reproduce_plays_a_figure_and_checks_it(pfedla, real, tmp_path: Path) -> None:
+    real("emnist")
+    words = ["reproduce", "figure_weight_heatmap", "-d", "emnist", "--rounds", 2]
+    code, out, err = pfedla(*words)
+    assert code == 0, err
+    assert "pFedLA" in out
+    left = {path.name for path in (tmp_path / "runs/reproduce/figure_weight_heatmap").iterdir()}
+    assert left == {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"}
+    code, out, err = pfedla(*words, "--check")
+    assert code == 0, err
+    assert "every number is what stands in" in out

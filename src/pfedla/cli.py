@@ -36,7 +36,7 @@ from pfedla.cli_options import (
     Setting,
     Threads,
     out_console,
-    seeds_of,
+    whole_numbers,
     words_of,
 )  # fmt: skip
 from pfedla.cli_reproduce import reproduce
@@ -140,7 +140,7 @@ def compare(
 
     values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(words_of(algorithms)))
-    numbers = seeds_of(str(values.get("seed", 0)) if seeds is None else seeds)
+    numbers = whole_numbers("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
     planned = plan(values, names, numbers, out, resume=resume)
     with (
         Interruption(quiet or as_json) as interruption,

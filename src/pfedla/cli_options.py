@@ -79,11 +79,10 @@ def words_of(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def seeds_of(text: str) -> list[int]:
-    return [_whole("--seeds", word, "0,1,2") for word in words_of(text)]
-
-
-def _whole(option: str, word: str, example: str) -> int:
-    if not word.isdecimal() or len(word) > 19:
-        raise PfedlaError(f"{option}: {shown(word)} is not a whole number below 2^63; write for example {option} {example}")
-    return int(word)
+def whole_numbers(option: str, text: str, example: str) -> list[int]:
+    """Separated by commas."""
+    words = words_of(text)
+    for word in words:
+        if not word.isdecimal() or len(word) > 19:
+            raise PfedlaError(f"{option}: {shown(word)} is not a whole number below 2^63; write for example {option} {example}")
+    return [int(word) for word in words]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from pfedla.cli_options import Quiet, out_console, seeds_of, words_of
+from pfedla.cli_options import Quiet, out_console, whole_numbers, words_of
 from pfedla.errors import PfedlaError
 from pfedla.interruption import Interruption
 
@@ -66,8 +66,8 @@ def reproduce(
         out_console.print(report.accounting_table(grid.title, accounting(grid, grids.paper(name))))
         return
     wanted = grids.Wanted(
-        words_of(dataset), words_of(methods), [int(word) for word in words_of(clients) if word.isdecimal()],
-        seeds_of(seeds), rounds, paper_budget,
+        words_of(dataset), words_of(methods), whole_numbers("--clients", clients, "10"),
+        whole_numbers("--seeds", seeds, "0,1,2"), rounds, paper_budget,
     )  # fmt: skip
     folder = out or runs / name
     cells = grids.cells(grid, wanted)
@@ -93,6 +93,8 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
     from pfedla.files import read_object
     from pfedla.reproduction import play
 
+    if not (folder / play.SUMMARY).exists():
+        raise PfedlaError(f"{folder / play.SUMMARY}: no such file; --out names the folder whose numbers are checked")
     stands = {play.place(cell): cell for cell in read_object(folder / play.SUMMARY)["cells"] if "accuracy" in cell}
     there = [cell for cell in cells if play.place_of(cell) in stands]
     if not there:

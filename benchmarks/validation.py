@@ -1,0 +1,93 @@
+"""Which rule, which rate? Trials on a validation split of the *training* data; the test data are not touched.
+
+A trial is a method and its options. Those that stand in --out are not made again.
+
+python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=4"
+python benchmarks/validation.py fashion-mnist classes --local-epochs 10 --seeds 100 local \
+    "pfedla learn_from=update step=plain learning_rounds=all hypernetwork_lr=3"
+"""
+
+import json
+import statistics
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pfedla import simulate
+from pfedla.data.federation import Federation, federation_of
+from pfedla.experiment import Experiment, build
+
+OUT = Path(__file__).parent / "results" / "validation.jsonl"
+
+
+def validation(federation: Federation, seed: int) -> Federation:
+    """The clients' training examples alone, 30 % of them held out as the test split of a new federation."""
+    x, y = (np.concatenate([examples[part].numpy() for examples in federation.train]) for part in (0, 1))
+    return federation_of(x, y, np.repeat(np.arange(len(federation)), federation.num_examples.numpy()), seed=seed)
+
+
+def options_of(words: list[str]) -> dict[str, Any]:
+    found = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        try:
+            found[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = text
+    return found
+
+
+def made(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
+    name, *words = trial.split()
+    data = {"dataset": setting["dataset"], "partition": setting["partition"]}
+    built = build(Experiment.parse({"seed": setting["seed"], "data": data}))
+    result = simulate(
+        validation(built.federation, setting["seed"]), built.algorithm.task.module, name, rounds=setting["rounds"],
+        local_epochs=setting["local_epochs"], lr=built.algorithm.training.lr, seed=setting["seed"],
+        evaluate_every=setting["rounds"], recalibrate="always", progress=False, compile="on", **options_of(words),
+    )  # fmt: skip
+    line = {**setting, "trial": trial, "accuracy": result.accuracy.mean().item()}
+    line["after_training"] = result.accuracy_after_training.mean().item()
+    if result.alpha is not None:
+        own = result.alpha.diagonal(dim1=0, dim2=2).mean(1).tolist()
+        line["self_weights"] = {layer: round(weight, 3) for layer, weight in zip(result.layer_names, own, strict=True)}
+    return line
+
+
+def main(
+    dataset: str,
+    partition: str,
+    trials: Annotated[list[str], typer.Argument(help="A method and its options in one word.")],
+    seeds: Annotated[str, typer.Option()] = "100",
+    rounds: int = 20,
+    local_epochs: int = 5,
+    out: Path = OUT,
+) -> None:
+    known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+    table = Table("trial", "validation accuracy %", "after training %", "self-weight per layer")
+    for trial in track(trials, console=Console(stderr=True)):
+        lines = []
+        for seed in map(int, seeds.split(",")):
+            setting = {
+                "dataset": dataset, "partition": partition, "seed": seed, "rounds": rounds, "local_epochs": local_epochs,
+            }  # fmt: skip
+            line = next((one for one in known if one.items() >= {**setting, "trial": trial}.items()), None)
+            if line is None:
+                line = made(trial, setting)
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+            lines.append(line)
+        percent = [f"{100 * statistics.mean(line[key] for line in lines):.1f}" for key in ("accuracy", "after_training")]
+        weights = " ".join(f"{layer} {weight:.2f}" for layer, weight in lines[0].get("self_weights", {}).items())
+        table.add_row(trial, *percent, weights)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
