@@ -96,15 +96,15 @@ class LayerWeightHypernetwork:
         slope = self._free().slope(logits, own, gradient)
         pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
         ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))  # of a number: a vector takes torch an import
-        heads_lr = lr / (1 + hidden.square().sum(-1)) if tamed else torch.full((len(hidden),), lr, dtype=hidden.dtype)
-        body_lr = TRUNK_SHARE * heads_lr if tamed else heads_lr
+        if tamed:
+            share = 1 / (1 + hidden.square().sum(-1))  # of the rate: as much as the heads' features multiply it
+            slope = slope * _along(share, slope)
+            ascent = tuple(part * _along(TRUNK_SHARE * share, part) for part in ascent)
         moved = {
-            name: torch.addcmul(value.detach(), part, _along(body_lr, part))
-            for (name, value), part in zip(body.items(), ascent, strict=True)
+            name: torch.add(value.detach(), part, alpha=lr) for (name, value), part in zip(body.items(), ascent, strict=True)
         }
-        slope = slope * _along(heads_lr, slope)
-        moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None])
-        moved["heads.bias"] = bias + slope
+        moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), hidden[:, None, None], value=lr)
+        moved["heads.bias"] = torch.add(bias, slope, alpha=lr)
         return moved
 
 
@@ -157,9 +157,9 @@ def normalise_or_own(weights: Tensor, own: Tensor | int) -> Tensor:
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), only_own)
 
 
-def _along(rates: Tensor, value: Tensor) -> Tensor:
-    """One rate per client, against a stacked value."""
-    return rates.view(-1, *[1] * (value.ndim - 1))
+def _along(numbers: Tensor, value: Tensor) -> Tensor:
+    """One number per client, against a stacked value."""
+    return numbers.view(-1, *[1] * (value.ndim - 1))
 
 
 def scaled_rows(gradient: Tensor, resolution: Tensor) -> Tensor:
