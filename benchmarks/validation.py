@@ -3,8 +3,8 @@
 A trial is a method and its options. Those that stand in --out are not made again.
 
 python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=4"
-python benchmarks/validation.py fashion-mnist classes --local-epochs 10 --seeds 100 local \
-    "pfedla learn_from=update step=plain learning_rounds=all hypernetwork_lr=3"
+python benchmarks/validation.py fashion-mnist classes --local-epochs 10 local \
+    "pfedla learn_from=held-out step=scaled learning_rounds=10 hypernetwork_lr=2"
 """
 
 import json

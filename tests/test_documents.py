@@ -71,7 +71,7 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
 
 def test_the_documents_are_finished_and_have_commands() -> None:
     assert len(DOCUMENTED) >= 5
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")]:
         text = path.read_text(encoding="utf-8")
         assert "@@" not in text, path
         for target in re.findall(r"\]\(((?!http)[^)#]+)", text):

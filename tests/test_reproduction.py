@@ -11,7 +11,8 @@ from pfedla import algorithms
 from pfedla.console import Reporter
 from pfedla.errors import PfedlaError
 from pfedla.report import paper as report
-from pfedla.report.paper_figures import by_column, by_distance, evolution, heatmap, self_weights, write_figures
+from pfedla.report.paper_figures import write_figures
+from pfedla.report.paper_weights import by_column, by_distance, evolution, heatmap, self_weights
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction import play
 from pfedla.reproduction.accounting import accounting
@@ -46,7 +47,7 @@ def test_there_is_an_experiment_for_everything_the_paper_shows() -> None:
 
 def test_the_cells_that_are_asked_for() -> None:
     grid = grids.load("table1")
-    some = cells(grid, Wanted(["emnist"], ["pfedla", "Local"], [10], [3, 4], rounds=7))
+    some = cells(grid, Wanted(["emnist"], ["pFedLA", "local"], [10], [3, 4], rounds=7))
     assert [(c.row, c.experiment.seed, c.experiment.rounds) for c in some] == [
         (row, seed, 7) for seed in (3, 4) for row in ("Local", "pFedLA")
     ]
@@ -185,8 +186,9 @@ def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_
     assert mixed["run_by"].keys() >= {"pfedla", "torch", "cpu"}
     assert "BatchNorm" in summary["cells"][2]["reason"]
     tables = report.write_tables(summary, {}, tmp_path / "out")
-    heat = {**summary, "cells": [mixed]}
-    assert all(path.stat().st_size for path in [*tables, *write_figures(heat, {}, tmp_path / "out")])
+    assert all(path.stat().st_size for path in [*tables, *write_figures(summary, {}, tmp_path / "out")])
+    weights = by_distance(heatmap([mixed], "fc1"))
+    assert f"| digits, fc1 | {weights[0]:.3f} | {weights[1]:.3f} | {weights[2]:.3f} |" in tables[0].read_text()
     repeated = play.cell_summary(tmp_path / "runs" / wanted[1].folder, wanted[1], SMALL)
     assert play.differences(mixed, repeated) == []
     repeated["curve"][0][1] += 1e-9

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from pfedla.report.paper_weights import Summary, weight_table
 from pfedla.report.tables import MIB
 
-Summary = Mapping[str, Any]  # what results.json holds
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
 
@@ -107,7 +107,11 @@ def markdown(summary: Summary, paper: Paper) -> str:
                 cells.append("–" if entry.mib is None else f"{entry.mib:.2f}")
         lines.append(cells)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n{NOTE}\n\n" + "\n".join(f"- {line}" for line in settings(summary)) + "\n"
+    shows = ""
+    if weights := weight_table(summary):
+        lines = [weights[0], ["---", *["---:"] * (len(weights[0]) - 1)], *weights[1:]]
+        shows = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+    return f"{shows}{table}\n\n{NOTE}\n\n" + "\n".join(f"- {line}" for line in settings(summary)) + "\n"
 
 
 NOTE = (

@@ -5,77 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pfedla.report.figures import finish, save, subplots
-from pfedla.report.paper import Entries, Paper, Summary, entries
-
-Array = npt.NDArray[np.float64]
-PERIODS = ("early", "middle", "last")
-TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
-
-
-def alpha_of(cell: Summary) -> tuple[Array, list[str], list[int]]:
-    """[snapshots, receivers, layers, senders], layers, rounds."""
-    return np.array(cell["alpha"]["values"]), cell["alpha"]["layers"], cell["alpha"]["rounds"]
-
-
-def by_column(summary: Summary, row: str | None = None) -> dict[str, list[Summary]]:
-    """The cells that were played, of each column."""
-    found: dict[str, list[Summary]] = {}
-    for cell in summary["cells"]:
-        if "accuracy" in cell and row in (None, cell["row"]):
-            found.setdefault(cell["column"], []).append(cell)
-    return found
-
-
-# What the figures show, as numbers: tests and tables read these.
-
-
-def heatmap(cells: list[Summary], layer: str) -> Array:
-    """[receivers, senders] after the last round, mean over seeds."""
-    maps = []
-    for cell in cells:
-        alpha, layers, _ = alpha_of(cell)
-        maps.append(alpha[-1, :, layers.index(layer)])
-    return np.asarray(np.mean(maps, axis=0))
-
-
-def by_distance(weights: Array) -> list[float]:
-    """Mean weight between clients at distance 0, 1, 2, … around the circle."""
-    count = len(weights)
-    apart = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
-    ring = np.minimum(apart, count - apart)
-    return [float(weights[ring == distance].mean()) for distance in range(ring.max() + 1)]
-
-
-def evolution(cells: list[Summary]) -> tuple[dict[str, Array], list[str]]:
-    """Of the target client, whose weight: [periods, layers]; `others` is the mean of one of them."""
-    whose: dict[str, list[Array]] = {}
-    for cell in cells:
-        alpha, layers, _ = alpha_of(cell)
-        # The start is uniform by construction; a period is a third of the snapshots after it.
-        periods = np.stack([part.mean(0)[TARGET] for part in np.array_split(alpha[1:], len(PERIODS))])
-        for name, senders in (("self", [TARGET]), ("same labels", [TWIN]), ("similar", [SIMILAR])):
-            whose.setdefault(name, []).append(periods[:, :, senders].mean(-1))
-        whose.setdefault("others", []).append(periods[:, :, SIMILAR + 1 :].mean(-1))
-    return {name: np.mean(parts, axis=0) for name, parts in whose.items()}, layers
-
-
-def self_weights(cells: list[Summary], client: int = TARGET) -> tuple[Array, list[str]]:
-    """[layers], of one client after the last round, mean over seeds."""
-    parts = []
-    for cell in cells:
-        alpha, layers, _ = alpha_of(cell)
-        parts.append(alpha[-1, client, :, client])
-    return np.mean(parts, axis=0), layers
-
-
-# Drawing
+from pfedla.report.paper import Entries, Paper, entries
+from pfedla.report.paper_weights import PERIODS, Summary, by_column, evolution, heatmap, self_weights, with_alpha
 
 
 def draw_heatmap(summary: Summary, entered: Entries, paper: Paper) -> Any:
-    found = by_column(summary)
+    found = with_alpha(summary)
     figure, axes = subplots(1, len(found), figsize=(3.1 * len(found) + 0.6, 3.3))
     for axis, (column, cells) in zip(axes.flat, found.items(), strict=True):
         layer = summary["layers"][column]
@@ -89,7 +26,7 @@ def draw_heatmap(summary: Summary, entered: Entries, paper: Paper) -> Any:
 
 
 def draw_evolution(summary: Summary, entered: Entries, paper: Paper) -> Any:
-    found = by_column(summary)
+    found = with_alpha(summary)
     figure, axes = subplots(
         len(found), len(PERIODS), figsize=(3.4 * len(PERIODS), 2.3 * len(found)), sharex="row", sharey="row"
     )
@@ -107,7 +44,7 @@ def draw_evolution(summary: Summary, entered: Entries, paper: Paper) -> Any:
 
 
 def draw_layer_weights(summary: Summary, entered: Entries, paper: Paper) -> Any:
-    found = by_column(summary)
+    found = with_alpha(summary)
     figure, axes = subplots(1, len(found), figsize=(4 * len(found), 3))
     for axis, (column, cells) in zip(axes.flat, found.items(), strict=True):
         values, layers = self_weights(cells)
