@@ -62,12 +62,13 @@ def server_table(report: dict[str, Any]) -> str:
 def validation_table(lines: list[dict[str, Any]]) -> str:
     """A row per trial, a column per setting; of several seeds the mean."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    settings: dict[str, str] = {}
+    settings: list[str] = []
     for line in lines:
-        where = f"{line['dataset']}, {line['partition']}"
-        settings[where] = f"{line['rounds']} rounds, {line['local_epochs']} local epochs"
+        where = f"{line['dataset']}, {line['partition']}: {line['rounds']} rounds, {line['local_epochs']} local epochs"
+        settings.append(where)
         found.setdefault(line["trial"], {}).setdefault(where, []).append(line)
-    header = ["", *(f"{where}: {budget}" for where, budget in settings.items())]
+    settings = list(dict.fromkeys(settings))
+    header = ["", *settings]
     rows = []
     for trial, columns in found.items():
         cells = [f"`{trial}`".replace(f" {HELD_OUT_RULE}`", "`, the held-out rule")]
@@ -76,7 +77,8 @@ def validation_table(lines: list[dict[str, Any]]) -> str:
             if not some:
                 cells.append("")
                 continue
-            weights = " ".join(f"{weight:.2f}" for weight in some[0].get("self_weights", {}).values())
+            own = zip(*(line.get("self_weights", {}).values() for line in some), strict=True)
+            weights = " ".join(f"{statistics.mean(layer):.2f}" for layer in own)
             seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
             accuracy = 100 * statistics.mean(line["accuracy"] for line in some)
             cells.append(f"{accuracy:.1f}{seeds}" + (f"; {weights}" if weights else ""))

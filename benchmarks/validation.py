@@ -1,4 +1,4 @@
-"""Which rule, which rate? Trials on a validation split of the *training* data; the test data are not touched.
+"""Which rule, which rate? Trials on a validation split of the *training* data; the test split of the seed is not touched.
 
 A trial is a method and its options. Those that stand in --out are not made again.
 

@@ -119,9 +119,9 @@ def alpha_cell(values: Any) -> dict[str, Any]:
     return {"alpha": {"values": values, "layers": ["conv", "fc"], "rounds": list(range(len(values)))}}
 
 
-def test_weights_by_distance_around_the_circle() -> None:
-    weights = np.array([[9, 1, 2, 1], [1, 9, 1, 2], [2, 1, 9, 1], [1, 2, 1, 9.0]])
-    assert by_distance(weights) == [9, 1, 2]
+def test_weights_by_distance_along_the_chain() -> None:
+    weights = np.array([[9, 1, 2, 5], [1, 9, 1, 2], [2, 1, 9, 1], [7, 2, 1, 9.0]])
+    assert by_distance(weights) == [9, 1, 2, 6]
     alpha = np.zeros((2, 4, 2, 4))
     alpha[1, :, 1] = weights
     assert np.array_equal(heatmap([alpha_cell(alpha)], "fc"), weights)
@@ -173,8 +173,8 @@ def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_
     assert reporter.begun == ["Local, digits", "pFedLA, digits"]
     play.play(tmp_path / "runs", wanted, again)
     assert again.begun == ["FedBN, digits", "Local, more"]
-    first = play.write_summary(tmp_path / "runs", "small", SMALL, wanted[1:], tmp_path / "out")
-    summary = play.write_summary(tmp_path / "runs", "small", SMALL, wanted[:1], tmp_path / "out")
+    first = play.write_summary(tmp_path / "runs", "small", SMALL, Wanted(methods=["pfedla", "fedbn"]), tmp_path / "out")
+    summary = play.write_summary(tmp_path / "runs", "small", SMALL, Wanted(methods=["local"]), tmp_path / "out")
     assert [play.place(cell) for cell in summary["cells"]] == [play.place_of(cell) for cell in wanted]  # the others have stayed
     assert json.loads((tmp_path / "out/results.json").read_text()) == summary
     result = json.loads((tmp_path / "runs" / wanted[1].folder / "result.json").read_text())
@@ -189,6 +189,8 @@ def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_
     assert all(path.stat().st_size for path in [*tables, *write_figures(summary, {}, tmp_path / "out")])
     weights = by_distance(heatmap([mixed], "fc1"))
     assert f"| digits, fc1 | {weights[0]:.3f} | {weights[1]:.3f} | {weights[2]:.3f} |" in tables[0].read_text()
+    shorter = play.write_summary(tmp_path / "runs", "small", SMALL, Wanted(rounds=1), tmp_path / "out")
+    assert shorter["cells"] == []  # of another budget: nothing was played, and nothing of this one is mixed in
     repeated = play.cell_summary(tmp_path / "runs" / wanted[1].folder, wanted[1], SMALL)
     assert play.differences(mixed, repeated) == []
     repeated["curve"][0][1] += 1e-9

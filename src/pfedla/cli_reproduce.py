@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from pfedla.cli_options import Quiet, out_console, whole_numbers, words_of
-from pfedla.errors import PfedlaError
+from pfedla.errors import PfedlaError, Stopped
 from pfedla.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -74,17 +74,23 @@ def reproduce(
     if check:
         _check(grid, cells, folder, quiet)
         return
-    with (
-        Interruption(quiet) as interruption,
-        Reporter(sum(cell.experiment.rounds for cell in cells), quiet, again="the same command goes on") as reporter,
-    ):
-        play.play(runs, cells, reporter, interruption.wanted)
-    summary = play.write_summary(runs, name, grid, cells, folder)
+    stopped = None
+    try:
+        with (
+            Interruption(quiet) as interruption,
+            Reporter(sum(cell.experiment.rounds for cell in cells), quiet, again="the same command goes on") as reporter,
+        ):
+            play.play(runs, cells, reporter, interruption.wanted)
+    except Stopped as caught:
+        stopped = caught  # what is finished is worth a table
+    summary = play.write_summary(runs, name, grid, wanted, folder)
     paths = [*report.write_tables(summary, grids.paper(name), folder), *write_figures(summary, grids.paper(name), folder)]
     if not quiet:
         out_console.print(report.terminal_table(summary, grids.paper(name)))
         for path in paths:
             out_console.print(f"  {path}", soft_wrap=True)
+    if stopped is not None:
+        raise stopped
 
 
 def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> None:
@@ -96,9 +102,9 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
     if not (folder / play.SUMMARY).exists():
         raise PfedlaError(f"{folder / play.SUMMARY}: no such file; --out names the folder whose numbers are checked")
     stands = {play.place(cell): cell for cell in read_object(folder / play.SUMMARY)["cells"] if "accuracy" in cell}
-    there = [cell for cell in cells if play.place_of(cell) in stands]
+    there = [cell for cell in cells if stands.get(play.place_of(cell), {}).get("run") == cell.folder]
     if not there:
-        raise PfedlaError(f"{folder / play.SUMMARY} holds none of the cells that were asked for")
+        raise PfedlaError(f"{folder / play.SUMMARY} holds none of the cells that were asked for, with this budget")
     cell = random.choice(there)
     before = stands[play.place_of(cell)]
     with (
@@ -110,6 +116,6 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
         again = play.cell_summary(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
     if differs := play.differences(before, again):
-        elsewhere = "" if before["run_by"] == again["run_by"] else f"; before {before['run_by']}, now {again['run_by']}"
+        elsewhere = "" if before["run_by"] == again.get("run_by") else f"; before {before['run_by']}, now {again.get('run_by')}"
         raise PfedlaError(f"{what}: {', '.join(differs)} are not what stands in {folder / play.SUMMARY}{elsewhere}")
     out_console.print(f"{what}: every number is what stands in {folder / play.SUMMARY}", soft_wrap=True)

@@ -167,10 +167,11 @@ class PFedLA(Algorithm):
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
         if self.weights == "model":
-            wish = wish.sum(1, keepdim=True).expand_as(wish)
+            wish = torch.where(downloads.sent.unsqueeze(-1), wish.sum(1, keepdim=True), 0.0)
         if self.step == "scaled":
             moved, start = (layer_norms(part, self.task.layers) for part in (delta, downloads.tensors))
-            wish = scaled_rows(wish, ROUNDING * moved * start)
+            rounding = ROUNDING * moved * start
+            wish = scaled_rows(wish, rounding.sum(1, keepdim=True) if self.weights == "model" else rounding)
         pair = _never_alone(cohort.ids)
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)

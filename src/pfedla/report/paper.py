@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from pfedla.report.paper_weights import Summary, weight_table
 from pfedla.report.tables import MIB
@@ -82,8 +83,10 @@ def settings(summary: Summary) -> list[str]:
         epochs, share = experiment["training"]["local_epochs"], experiment["participation"]
         seeds = sorted({cell["seed"] for cell in cells})
         data = experiment["data"]
+        subset = f" (subset {cells[0]['subset']})" if cells[0].get("subset") else ""
+        leak = f", OVERLAPPING: {100 * cells[0]['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         lines.append(
-            f"{column}: {data['dataset']}, {len(cells[0]['accuracy']['per_client'])} clients of {data['samples_per_client']} "
+            f"{column}: {data['dataset']}{subset}{leak}, {len(cells[0]['accuracy']['per_client'])} clients of {data['samples_per_client']} "
             f"images, {100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {', '.join(map(str, seeds))}; "
             f"{sum(cell['seconds'] for cell in cells) / 60:.0f} minutes"
         )
@@ -165,10 +168,10 @@ def terminal_table(summary: Summary, paper: Paper) -> Table:
         table.add_column(f"{column}", justify="right")
         table.add_column("paper", justify="right", style="dim")
     for row in summary["rows"]:
-        cells = [row]
+        cells: list[str | Text] = [row]
         for column, rows in found.items():
             text = shown(rows[row])
-            cells += [f"[bold]{text}[/]" if row == best(rows) else text, printed(paper.get(column, {}).get(row))]
+            cells += [Text(text, style="bold" if row == best(rows) else ""), printed(paper.get(column, {}).get(row))]
         table.add_row(*cells)
     table.caption = "\n".join([NOTE, *settings(summary)])
     return table

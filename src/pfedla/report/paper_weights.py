@@ -42,11 +42,9 @@ def heatmap(cells: list[Summary], layer: str) -> Array:
 
 
 def by_distance(weights: Array) -> list[float]:
-    """Mean weight between clients at distance 0, 1, 2, … around the circle."""
-    count = len(weights)
-    apart = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
-    ring = np.minimum(apart, count - apart)
-    return [float(weights[ring == distance].mean()) for distance in range(ring.max() + 1)]
+    """Mean weight between clients at distance 0, 1, 2, … along the chain."""
+    apart = np.abs(np.subtract.outer(np.arange(len(weights)), np.arange(len(weights))))
+    return [float(weights[apart == distance].mean()) for distance in range(len(weights))]
 
 
 def evolution(cells: list[Summary]) -> tuple[dict[str, Array], list[str]]:
@@ -85,6 +83,10 @@ def weight_table(summary: Summary) -> list[list[str]]:
             whose, _ = evolution(cells)
             lines.append([column, *_three([float(values[-1].mean()) for values in whose.values()])])
         return [["last period, mean of layers", *whose], *lines]
+    if form == "toy":
+        cells = [cell for cell in summary["cells"] if "accuracy" in cell]
+        first = [[cell["row"], f"{100 * cell['accuracy']['per_client'][0]:.2f}", str(cell["seed"])] for cell in cells]
+        return [["client 1", "accuracy %", "seed"], *first]
     if form == "layer-weights" and found:
         lines = []
         for column, cells in found.items():

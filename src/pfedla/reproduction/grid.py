@@ -126,6 +126,8 @@ def cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B008 (f
                 if _is_wanted(cell, wanted):
                     found.append(cell)
     _check(grid, wanted)
+    if not found:
+        raise PfedlaError("no run of this experiment is of all that was asked for: data sets, methods and clients")
     return found
 
 
@@ -154,7 +156,7 @@ def _check(grid: Grid, wanted: Wanted) -> None:
     choices: dict[str, tuple[Collection[object], list[str]]] = {
         "data set": (wanted.datasets, [one.data.dataset for one in every]),
         "method": (wanted.methods, [*(row.name for row in grid.rows), *(one.algorithm.name for one in every)]),
-        "number of clients": (wanted.clients, [str(one.data.clients) for one in every]),
+        "number of clients": (wanted.clients, [str(one.data.clients) for one in every if one.data.clients != "auto"]),
     }
     for kind, (asked, there) in choices.items():
         for word in asked:

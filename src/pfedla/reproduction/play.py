@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pfedla.errors import GaveUpError, NotApplicableError, Stopped
 from pfedla.experiment import Experiment, build, read_toml
 from pfedla.files import read_object, write_text
 from pfedla.report.figures import read_alpha, read_rounds
-from pfedla.reproduction.grid import Cell, Grid
+from pfedla.reproduction.grid import Cell, Grid, Wanted
+from pfedla.reproduction.grid import cells as cells_of
 from pfedla.result_file import read_result
 from pfedla.results import run_built
 from pfedla.run_folder import EXPERIMENT, RESULT, RunFolder
@@ -27,11 +29,14 @@ FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
 
 def is_done(runs: Path, cell: Cell) -> bool:
     folder = runs / cell.folder
-    return (folder / RESULT).exists() or (folder / REASON).exists()
+    return ((folder / RESULT).exists() and (folder / COMMIT).exists()) or (folder / REASON).exists()
 
 
 def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callable[[], bool] = lambda: False) -> None:
     """Every cell that is not there yet, one after the other; one that was stopped goes on where it stands."""
+    cells = list(cells)
+    for name in dict.fromkeys(cell.experiment.data.dataset for cell in cells if not is_done(runs, cell)):
+        datasets.load(name)  # one that is missing should be missed before hours are spent on the others
     runs.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Dataset] = {}
     for cell in cells:
@@ -48,10 +53,9 @@ def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callab
         try:
             built = build(one, loaded[one.data.dataset])
             folder = RunFolder(path, resume=True)
-            if not (path / COMMIT).exists():
-                write_text(path / COMMIT, json.dumps(commit()) + "\n")
             folder.stopping = stopping
             run_built(built, folder, reporter)
+            write_text(path / COMMIT, json.dumps(commit()) + "\n")
         except (NotApplicableError, GaveUpError) as error:
             reporter.say(f"{cell.row}, {cell.column}: {error}")
             reporter.skip(one.rounds)
@@ -62,22 +66,27 @@ def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callab
 def commit() -> dict[str, str]:
     """Which pfedla this is: its version, and in a checkout the commit."""
     where = Path(pfedla.__file__).parents[2]
-    found = subprocess.run(
-        ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        capture_output=True, text=True, check=False,
-    ) if (where / ".git").exists() else None  # fmt: skip
-    return {"pfedla": pfedla.__version__, **({"commit": found.stdout.strip()} if found and found.returncode == 0 else {})}
+    version = {"pfedla": pfedla.__version__}
+    words = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, check=True) if (where / ".git").exists() else None
+    except (OSError, subprocess.CalledProcessError):  # no git, or not ours to ask
+        found = None
+    return version | ({"commit": found.stdout.strip()} if found else {})
 
 
-def write_summary(runs: Path, name: str, grid: Grid, cells: Sequence[Cell], folder: Path) -> dict[str, Any]:
+def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> dict[str, Any]:
     """results.json: what is known of each cell that is there, all that tables and figures are made of.
 
-    Cells that an earlier command left there, of other seeds or data sets, stay.
+    Cells that an earlier command left there, of other seeds or data sets, stay if they are still what the grid asks for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
     before = read_object(path)["cells"] if path.exists() else []
-    new = [cell_summary(runs / cell.folder, cell, grid) for cell in cells if is_done(runs, cell)]
+    everything = replace(wanted, datasets=(), methods=(), clients=(), seeds=sorted({cell["seed"] for cell in before}))
+    asked_for = {place_of(cell): cell.folder for cell in cells_of(grid, everything)}
+    before = [cell for cell in before if asked_for.get(place(cell)) == cell["run"]]
+    new = [cell_summary(runs / cell.folder, cell, grid) for cell in cells_of(grid, wanted) if is_done(runs, cell)]
     known = {place(cell): cell for cell in [*before, *new]}
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     order = sorted(known, key=lambda where: (columns.index(where[0]), rows.index(where[1]), where[2]))
@@ -105,7 +114,7 @@ def _one_line_per_cell(summary: dict[str, Any]) -> str:
 
 
 def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
-    what = {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed}
+    what = {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed, "run": cell.folder}
     if not (run / RESULT).exists():
         return {**what, "reason": read_object(run / REASON)["reason"]}
     result = read_result(run / RESULT)
@@ -117,6 +126,7 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
         "accuracy": result["accuracy"],
         "accuracy_after_training": result["accuracy_after_training"]["mean"],
         "traffic": result["traffic"],
+        "subset": Path(result["subset"]).name,
         "leaked_test_share": result["leaked_test_share"],
         "refused_uploads": result["refused_uploads"],
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
@@ -140,9 +150,9 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], again: dict[str, Any]) -> list[str]:
-    """What is not the same when a cell was played again: every number but the seconds."""
-    numbers = ("accuracy", "accuracy_after_training", "traffic", "curve", "retained", "refused_uploads", "alpha", "experiment")
-    return [key for key in numbers if before.get(key) != again.get(key)]
+    """What is not the same when a cell was played again: all but how long it took and what it ran on."""
+    apart = {"seconds", "run_by"}
+    return sorted(key for key in before.keys() | again.keys() if key not in apart and before.get(key) != again.get(key))
 
 
 def _retained(lines: list[dict[str, Any]]) -> dict[str, int]:
