@@ -85,9 +85,10 @@ def settings(summary: Summary) -> list[str]:
         data = experiment["data"]
         subset = f" (subset {cells[0]['subset']})" if cells[0].get("subset") else ""
         leak = f", OVERLAPPING: {100 * cells[0]['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
+        clients = len(cells[0]["accuracy"]["per_client"])
         lines.append(
-            f"{column}: {data['dataset']}{subset}{leak}, {len(cells[0]['accuracy']['per_client'])} clients of {data['samples_per_client']} "
-            f"images, {100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {', '.join(map(str, seeds))}; "
+            f"{column}: {data['dataset']}{subset}{leak}, {clients} clients of {data['samples_per_client']} images, "
+            f"{100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {', '.join(map(str, seeds))}; "
             f"{sum(cell['seconds'] for cell in cells) / 60:.0f} minutes"
         )
     return lines
