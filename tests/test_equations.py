@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PAPER_RULE, TinyNet, assert_same, make, toy_federation
+from conftest import TinyNet, assert_same, make, toy_federation
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -114,7 +114,7 @@ FORMS = pytest.mark.parametrize("options", [{}, {"normalise": "relu"}, COMPACT, 
 
 def _double_server(num_clients: int = 4, **options: object) -> tuple:
     """A pFedLA server in float64 with unlike models and moved hypernetworks."""
-    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), PAPER_RULE | options)
+    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), options)
     server = algorithm.init_server(num_clients, seed=0)
     noise = torch.Generator().manual_seed(3)
     server = {
@@ -184,7 +184,7 @@ def test_one_hypernetwork_step_descends_the_clients_loss(options: dict) -> None:
 
 def test_the_step_is_taken_at_the_snapshot_the_mix_was_made_of() -> None:
     """With the new θ_i in place of the old the self-weight would grow by |Δθ_i|² even where Δθ is orthogonal to all."""
-    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), LocalTraining(0.1, 1, 1), PAPER_RULE)
+    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), LocalTraining(0.1, 1, 1))
     cohort = Cohort(1, 0, torch.tensor([0, 1]), torch.tensor([5, 5]))
     server = algorithm.init_server(2, seed=0)
     server["models"] = {"weight": torch.tensor([[[1.0], [0.0]], [[3.0], [0.0]]])}
