@@ -29,12 +29,6 @@ settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
-PAPER_RULE = {
-    "learn_from": "update",
-    "step": "plain",
-    "learning_rounds": "all",
-    "hypernetwork_lr": 3.0,
-}  # of pFedLA: what `make` makes
 VARIANTS = {  # options that are a path of their own
     "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
     "pfedla-held-out": ("pfedla", {"learn_from": "held-out", "step": "scaled", "learning_rounds": 2}),
@@ -76,7 +70,6 @@ def make(
     """A method or variant for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
     module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
     name, preset = VARIANTS.get(name, (name, {}))
-    preset = PAPER_RULE | preset if name in ("pfedla", "heurpfedla") else preset
     return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), preset | options)
 
 

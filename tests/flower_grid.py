@@ -71,11 +71,11 @@ class LoopbackGrid(Grid):
         return answers
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        raise NotImplementedError
+        raise AssertionError("the engine pushes and pulls, and makes its messages itself")
 
     def set_run(self, run: Any) -> None: ...
     def create_message(self, *args: Any, **options: Any) -> Message:
-        raise NotImplementedError
+        raise AssertionError("the engine pushes and pulls, and makes its messages itself")
 
     @property
     def run(self) -> Any:
