@@ -139,7 +139,7 @@ def compare(
     from pfedla.report.tables import comparison_table, failures_lines, warnings
 
     values = gather(given, spread=True)
-    names = list(ALGORITHMS) if algorithms == "all" else list(dict.fromkeys(words_of(algorithms)))
+    names = list(ALGORITHMS) if algorithms == "all" else words_of(algorithms)
     numbers = whole_numbers("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
     planned = plan(values, names, numbers, out, resume=resume)
     with (

@@ -50,7 +50,6 @@ class Column(_Part):
 
 class Grid(_Part):
     title: str
-    claim: str
     form: Form
     seeds: Annotated[list[int], Field(min_length=1)] = [0]
     experiment: Values  # common to all cells

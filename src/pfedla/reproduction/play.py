@@ -36,7 +36,8 @@ def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callab
     """Every cell that is not there yet, one after the other; one that was stopped goes on where it stands."""
     cells = list(cells)
     for name in dict.fromkeys(cell.experiment.data.dataset for cell in cells if not is_done(runs, cell)):
-        datasets.load(name)  # one that is missing should be missed before hours are spent on the others
+        if not datasets.state_of(name).here:
+            datasets.load(name)  # says what is missing, before hours are spent on the others
     runs.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Dataset] = {}
     for cell in cells:
@@ -91,7 +92,7 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     order = sorted(known, key=lambda where: (columns.index(where[0]), rows.index(where[1]), where[2]))
     summary = {
-        "name": name, "title": grid.title, "claim": grid.claim, "form": grid.form, "columns": columns, "rows": rows,
+        "name": name, "title": grid.title, "form": grid.form, "columns": columns, "rows": rows,
         "layers": {column.name: column.layer for column in grid.columns if column.layer},
         "cells": [known[where] for where in order],
     }  # fmt: skip
