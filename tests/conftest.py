@@ -29,10 +29,15 @@ settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
+PAPER: dict[str, Any] = {
+    "rule": "paper"
+}  # learns from the first round on, where the default warms up for longer than tests last
+HELD_OUT: dict[str, Any] = {"rule": "held-out", "warm_up": 0, "learning_rounds": 2}
+PRESETS = {"pfedla": PAPER, "heurpfedla": PAPER}
 VARIANTS = {  # options that are a path of their own
-    "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
-    "pfedla-held-out": ("pfedla", {"learn_from": "held-out", "step": "scaled", "learning_rounds": 2}),
-    "heurpfedla-held-out": ("heurpfedla", {"learn_from": "held-out", "step": "scaled", "learning_rounds": 2}),
+    "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3, **PAPER}),
+    "pfedla-held-out": ("pfedla", HELD_OUT),
+    "heurpfedla-held-out": ("heurpfedla", HELD_OUT),
 }
 
 
@@ -69,7 +74,7 @@ def make(
 ) -> Algorithm:
     """A method or variant for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
     module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
-    name, preset = VARIANTS.get(name, (name, {}))
+    name, preset = VARIANTS.get(name, (name, PRESETS.get(name, {})))
     return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), preset | options)
 
 

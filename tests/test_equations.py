@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, make, toy_federation
+from conftest import PAPER, TinyNet, assert_same, make, toy_federation
 from torch import nn
 from torch.func import functional_call, vmap
 
@@ -114,7 +114,7 @@ FORMS = pytest.mark.parametrize("options", [{}, {"normalise": "relu"}, COMPACT, 
 
 def _double_server(num_clients: int = 4, **options: object) -> tuple:
     """A pFedLA server in float64 with unlike models and moved hypernetworks."""
-    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), options)
+    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), PAPER | options)
     server = algorithm.init_server(num_clients, seed=0)
     noise = torch.Generator().manual_seed(3)
     server = {
@@ -122,7 +122,8 @@ def _double_server(num_clients: int = 4, **options: object) -> tuple:
             name: v.double() + 0.1 * torch.randn(v.shape, generator=noise, dtype=torch.float64) for name, v in tensors.items()
         }
         for group, tensors in server.items()
-    }
+        if group != "progress"
+    } | {"progress": server["progress"]}
     return algorithm, server, Cohort(1, 0, torch.arange(num_clients), torch.full((num_clients,), 20))
 
 
@@ -146,7 +147,7 @@ def test_closed_form_equals_autograd_through_the_stacked_models(options: dict) -
             objective = objective + (mixed * delta[name][i]).sum()
     objective.backward()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(after[name], leaf.detach() + algorithm.hypernetwork_lr * leaf.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(after[name], leaf.detach() + algorithm.pace.rate * leaf.grad, rtol=1e-9, atol=1e-9)
 
 
 @FORMS

@@ -1,7 +1,6 @@
-"""pFedLA's own rule: weights learned from examples that are held out of training, by a scaled step, for so many passes."""
+"""pFedLA's own rule: weights learned from examples that are held out of training, in its first rounds after a warm-up."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ from torch.func import functional_call
 from pfedla.contracts import Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
-from pfedla.hypernetworks import LayerWeightHypernetwork, layer_norms, scaled_rows
+from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, unit_free
 from pfedla.rounds import everyone
 
-HELD_OUT = {"learn_from": "held-out", "step": "scaled"}
+HELD_OUT = {"rule": "held-out", "warm_up": 0}
 
 
 def test_a_client_sends_the_gradient_of_what_it_did_not_train_on(federation: Federation) -> None:
@@ -73,26 +72,58 @@ def test_equal_models_leave_the_weights_uniform(federation: Federation, form: st
     assert not torch.equal(algorithm.alpha(played[1].server), torch.full((6, 2, 6), 1 / 6))
 
 
-def test_after_so_many_rounds_the_weights_stay_and_all_data_are_trained_on(federation: Federation) -> None:
-    algorithm = make("pfedla", learning_rounds=2, **HELD_OUT)
-    played, _ = play(algorithm, federation, rounds=range(1, 5))
+def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_are_trained_on(federation: Federation) -> None:
+    algorithm = make("pfedla", rule="held-out", warm_up=2, learning_rounds=1)
+    played, _ = play(algorithm, federation, rounds=range(1, 6))
     alphas = [algorithm.alpha(one.server) for one in played]
-    assert not torch.equal(alphas[0], alphas[1])
-    assert torch.equal(alphas[1], alphas[3])
+    assert torch.equal(alphas[0], alphas[1])
+    assert not torch.equal(alphas[1], alphas[2])
+    assert torch.equal(alphas[2], alphas[4])
     model = 6 * 4 * 53
-    assert [one.traffic.up_bytes for one in played] == [2 * model, 4 * model, 5 * model, 6 * model]  # at first a gradient too
-    cohort, server = everyone(federation.num_examples, 2, 0), algorithm.init_server(6, 0)
-    learning, late = (algorithm.download(server, cohort._replace(round=round)) for round in (2, 3))
-    assert [algorithm.held_out_share(one) for one in (learning, late)] == [0.2, 0.0]
+    up = [one.traffic.up_bytes for one in played]
+    assert up == [model, 2 * model, 4 * model, 5 * model, 6 * model]  # while it is learned a gradient too
+    few, _ = play(algorithm, federation, rounds=range(1, 11), participation=0.5)
+    up = [one.traffic.up_bytes * 2 // model for one in few]
+    assert up == [1, 2, 3, 4, 6, 8, 9, 10, 11, 12]  # half take part: before and while it is learned, twice as long
 
 
-def test_a_scaled_row_is_centred_and_at_most_one_and_rounding_is_nothing() -> None:
-    gradient = torch.tensor([[[5.0, 1.0, 3.0], [1.0, 1.0, 1.0 + 1e-7]]])
-    scaled = scaled_rows(gradient, torch.tensor([[1e-6, 1e-6]]))
-    assert scaled.tolist() == [[[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]]
-    layers = make("local").task.layers
-    ones = {"fc1.weight": torch.full((1, 5, 6), 2.0), "fc1.bias": torch.ones(1, 5), "fc2.bias": torch.full((1, 3), 3.0)}
-    torch.testing.assert_close(layer_norms(ones, layers), torch.tensor([[math.sqrt(125), math.sqrt(27)]]))
+def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
+    assert make("pfedla", rule="held-out").pace == (5, 10, 5.0)
+    assert make("pfedla", rule="paper").pace == (0, "all", 3.0)
+    assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2, hypernetwork_lr=0.5).pace == (1, 2, 0.5)
+
+
+def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_rounding_is_nothing() -> None:
+    """The slow twin: differences of whole models, one pair at a time, in float64."""
+    layers, draw = make("local").task.layers, torch.Generator().manual_seed(0)
+    shapes = {"fc1.weight": (5, 6), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
+    models, start, delta = ({n: torch.randn(rows, *shape, generator=draw) for n, shape in shapes.items()} for rows in (4, 2, 2))
+    found = unit_free(layer_gradient(delta, models, layers), delta, start, models, layers)
+    whole = unit_free(layer_gradient(delta, models, layers), delta, start, models, layers, whole=True)
+
+    def slow(receiver: int, names: list[str]) -> torch.Tensor:
+        def flat(tensors: dict, row: int) -> torch.Tensor:
+            return torch.cat([tensors[name][row].double().flatten() for name in names])
+
+        ways = torch.stack([flat(models, sender) - flat(start, receiver) for sender in range(4)])
+        slopes = ways @ flat(delta, receiver) / flat(delta, receiver).norm() / ways.square().sum(1).mean().sqrt()
+        return (slopes - slopes.mean()).float()
+
+    for receiver in range(2):
+        for layer, name in enumerate(layers.names):
+            torch.testing.assert_close(found[receiver, layer], slow(receiver, [n for n in shapes if n.startswith(name)]))
+        torch.testing.assert_close(whole[receiver, 0], slow(receiver, list(shapes)))
+    larger = {name: 1000 * value for name, value in delta.items()}
+    torch.testing.assert_close(unit_free(layer_gradient(larger, models, layers), larger, start, models, layers), found)
+    equal = {
+        name: value[:1].expand(4, *value.shape[1:])
+        * (1 + 1e-7 * torch.rand(4, generator=draw).view(-1, *[1] * (value.ndim - 1)))
+        for name, value in models.items()
+    }
+    same = {name: value[:1] for name, value in models.items()}
+    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal, layers).any()
+    nothing = {name: torch.zeros_like(value) for name, value in delta.items()}
+    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models, layers).any()
 
 
 def test_a_tamed_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import FEATURES, TinyNet, applies, make, play, toy_federation
+from conftest import FEATURES, PAPER, TinyNet, applies, make, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms import ALGORITHMS
@@ -54,11 +54,14 @@ FORMS = pytest.mark.parametrize(("form", "rate"), [("network", 2.0), ("compact",
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_two_clusters_find_each_other(seed: int, form: str, rate: float) -> None:
     federation, how = clusters(seed=seed), {"rounds": 60, "lr": 0.1, "seed": seed}
-    result = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, hypernetwork_lr=rate, **how)
+    result = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, hypernetwork_lr=rate, **PAPER, **how)
     assert own_cluster_mass(result.alpha).min() > 0.9
+    default = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, **how)
+    assert own_cluster_mass(default.alpha).mean() > 0.9  # of a few held-out examples each
     alone = simulate(federation, TinyNet(), "local", **how)
     averaged = simulate(federation, TinyNet(), "fedavg", **how)
-    assert result.accuracy.mean() > averaged.accuracy.mean() + 0.2
+    for one in (result, default):
+        assert one.accuracy.mean() > averaged.accuracy.mean() + 0.2
     assert result.accuracy.mean() > alone.accuracy.mean() - 0.02
 
 

@@ -30,6 +30,7 @@ from pfedla.tree import Params, copies
 
 TRUNK_DEPTH = 3
 TRUNK_SHARE = 0.1  # of the heads' rate, in a tamed step
+SMALLEST_DISTANCE = 1e-4  # of models, against their length, that is more than rounding
 HEADS = ("heads.weight", "heads.bias")
 Normalise = Literal["softmax", "relu"]
 
@@ -162,22 +163,33 @@ def _along(numbers: Tensor, value: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (value.ndim - 1))
 
 
-def scaled_rows(gradient: Tensor, resolution: Tensor) -> Tensor:
-    """The gradient of every layer [rows, layers, senders] centred, which the weights do not feel, and scaled so that its
-    largest number is 1; zero where the senders differ by less than `resolution` [rows, layers], which is rounding."""
-    centred = gradient - gradient.mean(-1, keepdim=True)
-    largest = centred.abs().amax(-1, keepdim=True)
-    differ = largest > resolution.unsqueeze(-1)
-    return torch.where(differ, centred / torch.where(differ, largest, 1.0), 0.0)
+def unit_free(gradient: Tensor, delta: Params, start: Params, models: Params, layers: Layers, *, whole: bool = False) -> Tensor:
+    """`layer_gradient` measured in lengths of its layer, [rows, layers, senders], so that one rate serves every layer.
+
+    It is centred, which the weights do not feel, and divided by the length of delta_i times how far the senders' models lie
+    from i's start, in the root mean square: about the cosine of the angle between where i wants to go and the way to a sender.
+    `whole`: the layers are taken as one, [rows, 1, senders].
+    """
+    size, length = (layer_squares(part, layers) for part in (start, delta))
+    mean = {name: value.mean(0, keepdim=True) for name, value in models.items()}
+    distance = layer_squares({name: value - mean[name] for name, value in start.items()}, layers)
+    for name, value in models.items():
+        distance[:, layers.index[name]] += value.flatten(1).var(0, correction=0).sum()
+    if whole:
+        gradient, size, length, distance = (part.sum(1, keepdim=True) for part in (gradient, size, length, distance))
+    # Models that differ by rounding alone, as all do before any has trained, say nothing.
+    says = ((length > 0) & (distance > SMALLEST_DISTANCE**2 * size)).unsqueeze(-1)
+    unit = (length.sqrt() * distance.sqrt()).unsqueeze(-1)
+    return torch.where(says, (gradient - gradient.mean(-1, keepdim=True)) / torch.where(says, unit, 1.0), 0.0)
 
 
-def layer_norms(stacked: Params, layers: Layers) -> Tensor:
-    """[rows, layers]: the length of each row's layers."""
+def layer_squares(stacked: Params, layers: Layers) -> Tensor:
+    """[rows, layers]: the square of the length of each row's layers."""
     some = next(iter(stacked.values()))
     squares = some.new_zeros(len(some), len(layers))
     for name, value in stacked.items():
         squares[:, layers.index[name]] += value.flatten(1).square().sum(1)
-    return squares.sqrt()
+    return squares
 
 
 def layer_gradient(delta: Params, models: Params, layers: Layers, receivers: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ Equations tied to names: Eq. 4 `_alpha`, Eq. 5-6 `mix`, Eq. 10-11 `LayerWeightHy
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -20,9 +20,8 @@ from pfedla.hypernetworks import (
     LayerWeightHypernetwork,
     Normalise,
     layer_gradient,
-    layer_norms,
     normalise_or_own,
-    scaled_rows,
+    unit_free,
 )
 from pfedla.layers import choose, mix, mix_few
 from pfedla.seeds import generator
@@ -30,8 +29,18 @@ from pfedla.training import sgd
 from pfedla.tree import copies, finite_rows, put_, take
 
 HOLD_OUT, WISH = "hold-out", "wish."
-ROUNDING = 1e-6  # of a float32 product of two layers, against their lengths
 CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
+
+
+class Pace(NamedTuple):
+    """When, and how fast, alpha is learned."""
+
+    warm_up: int  # rounds of a client before
+    learning_rounds: int | Literal["all"]  # rounds of a client in which; then it stays
+    rate: float
+
+
+PACES = {"held-out": Pace(5, 10, 5.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +52,13 @@ class PFedLA(Algorithm):
     weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
     hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
-    # The paper's rule; another, of ours, is learn_from = "held-out", step = "scaled", learning_rounds = 10 and
-    # hypernetwork_lr = 2.0: docs/algorithms/pfedla.md has both measured.
-    learn_from: Literal["update", "held-out"] = "update"  # where training went, or the loss on examples not trained on
-    held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, while alpha is learned from it
-    learning_rounds: Positive | Literal["all"] = "all"  # the first rounds, in which alpha is learned; then it stays
-    step: Literal["plain", "scaled"] = "plain"  # scaled: a rate means the same for every layer, model and data set
-    hypernetwork_lr: Rate = 3.0
+    # How alpha is learned: by the paper's rule, or by ours, the default because it was measured to be the better one
+    # (docs/algorithms/pfedla.md). What is "auto" is the rule's in PACES.
+    rule: Literal["held-out", "paper"] = "held-out"
+    held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, in rounds that learn from it
+    warm_up: Natural | Literal["auto"] = "auto"
+    learning_rounds: Positive | Literal["all", "auto"] = "auto"
+    hypernetwork_lr: Rate | Literal["auto"] = "auto"
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Normalise = "softmax"
@@ -86,6 +95,7 @@ class PFedLA(Algorithm):
         return {
             "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # Θ: everyone's last trained
             "hypernetworks": self._hypernetwork(num_clients).init(num_clients, generator(seed, "hypernetwork")),
+            "progress": {"uploads": torch.zeros((), dtype=torch.int64)},
         }
 
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
@@ -127,16 +137,24 @@ class PFedLA(Algorithm):
             mixed = mix(alpha, server["models"], self.task.layers, cohort.ids)
         else:
             mixed = mix_few(*self._neighbours(alpha, cohort, self.neighbours), server["models"], self.task.layers)
-        return Payload(mixed, self._sent(alpha, cohort), self._mark(cohort))
+        # The mark is empty; its name tells the clients to hold examples out and send what these wish for.
+        mark = {HOLD_OUT: torch.empty(len(cohort.ids), 0)} if self.rule == "held-out" and self._learns(server) else {}
+        return Payload(mixed, self._sent(alpha, cohort), mark)
 
-    def _mark(self, cohort: Cohort) -> Params:
-        """An empty tensor, whose name tells the clients to hold examples out and send what these wish for."""
-        if self.learn_from == "held-out" and self._learns_in(cohort):
-            return {HOLD_OUT: torch.empty(len(cohort.ids), 0)}
-        return {}
+    def _learns(self, server: ServerState) -> bool:
+        """Whether alpha is learned in the coming round, by how often a client has taken part on average."""
+        pace, rounds = self.pace, server["progress"]["uploads"].item() / _num_clients(server)
+        over = pace.learning_rounds != "all" and rounds >= pace.warm_up + pace.learning_rounds
+        return rounds >= pace.warm_up and not over
 
-    def _learns_in(self, cohort: Cohort) -> bool:
-        return self.learning_rounds == "all" or cohort.round <= self.learning_rounds
+    @property
+    def pace(self) -> Pace:
+        own = PACES[self.rule]
+        return Pace(
+            own.warm_up if self.warm_up == "auto" else self.warm_up,
+            own.learning_rounds if self.learning_rounds == "auto" else self.learning_rounds,
+            own.rate if self.hypernetwork_lr == "auto" else self.hypernetwork_lr,
+        )
 
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0
@@ -152,31 +170,32 @@ class PFedLA(Algorithm):
         return choose_one(downloads.sent, downloads.tensors, own)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        if self._learns_in(cohort):
+        if self._learns(server):
             self._learn(server, cohort, downloads, uploads)
+        server["progress"]["uploads"] += len(cohort.ids)
         put_(server["models"], cohort.ids, uploads.tensors)
         return server
 
     def _learn(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> None:
-        if self.learn_from == "held-out":
+        layers, models, ours = self.task.layers, server["models"], self.rule == "held-out"
+        if ours:
             delta = {name: uploads.extras[WISH + name] for name in uploads.tensors}
         else:
             delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
-        wish = layer_gradient(delta, server["models"], self.task.layers, cohort.ids)
+        wish, sent = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1)
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
-        wish = torch.where(downloads.sent.unsqueeze(-1), wish, 0.0)
-        if self.weights == "model":
-            wish = torch.where(downloads.sent.unsqueeze(-1), wish.sum(1, keepdim=True), 0.0)
-        if self.step == "scaled":
-            moved, start = (layer_norms(part, self.task.layers) for part in (delta, downloads.tensors))
-            rounding = ROUNDING * moved * start
-            wish = scaled_rows(wish, rounding.sum(1, keepdim=True) if self.weights == "model" else rounding)
+        wish, whole = torch.where(sent, wish, 0.0), self.weights == "model"
+        if ours:
+            wish = unit_free(wish, delta, downloads.tensors, models, layers, whole=whole)
+        elif whole:
+            wish = wish.sum(1, keepdim=True)
+        wish = torch.where(sent, wish, 0.0)
         pair = _never_alone(cohort.ids)
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)
         network = self._hypernetwork(wish.shape[-1])
-        stepped = network.step(before, pair, wish, self.hypernetwork_lr, tamed=self.step == "scaled")
+        stepped = network.step(before, pair, wish, self.pace.rate, tamed=ours)
         # A finite but huge upload can overflow g; that client's weights then stay as they were.
         sound = finite_rows(stepped, len(pair))[: len(cohort.ids)].nonzero().squeeze(1)
         put_(server["hypernetworks"], cohort.ids[sound], take(stepped, sound))
