@@ -3,8 +3,7 @@
 A trial is a method and its options. Those that stand in --out are not made again.
 
 python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=4"
-python benchmarks/validation.py fashion-mnist classes --local-epochs 10 local \
-    "pfedla learn_from=held-out step=scaled learning_rounds=10 hypernetwork_lr=2"
+python benchmarks/validation.py emnist dominant --local-epochs 10 fedrep "fedrep body_epochs=8 head_epochs=2"
 """
 
 import json
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from pfedla import simulate
 from pfedla.data.federation import Federation, federation_of
+from pfedla.errors import PfedlaError
 from pfedla.experiment import Experiment, build
 
 OUT = Path(__file__).parent / "results" / "validation.jsonl"
@@ -79,7 +79,10 @@ def main(
             }  # fmt: skip
             line = next((one for one in known if one.items() >= {**setting, "trial": trial}.items()), None)
             if line is None:
-                line = made(trial, setting)
+                try:
+                    line = made(trial, setting)
+                except PfedlaError as error:  # it diverged: a result, too
+                    line = {**setting, "trial": trial, "accuracy": 0.0, "after_training": 0.0, "failed": str(error)}
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
             lines.append(line)
