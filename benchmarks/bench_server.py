@@ -122,7 +122,9 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     """In this process, which should do nothing else."""
     torch.set_num_threads(1)  # both as in a run
     keep_freed_memory()
-    algorithm = create("pfedla", task_of(module_of(case.parameters)), LocalTraining(0.01, 1, 32), case.options)
+    algorithm = create(
+        "pfedla", task_of(module_of(case.parameters)), LocalTraining(0.01, 1, 32), {"rule": "paper", **case.options}
+    )
     server = algorithm.init_server(case.clients, 0)
     draws = torch.Generator().manual_seed(0)
     for value in server["models"].values():

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs" / "performance.md"
 RULE_PAGE = ROOT / "docs" / "algorithms" / "pfedla.md"
-HELD_OUT_RULE = "learn_from=held-out step=scaled learning_rounds=10 hypernetwork_lr=2"
+TUNING_PAGE = ROOT / "docs" / "reproduction.md"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -59,7 +59,7 @@ def server_table(report: dict[str, Any]) -> str:
     )
 
 
-def validation_table(lines: list[dict[str, Any]]) -> str:
+def trials_table(lines: list[dict[str, Any]]) -> str:
     """A row per trial, a column per setting; of several seeds the mean."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     settings: list[str] = []
@@ -71,7 +71,7 @@ def validation_table(lines: list[dict[str, Any]]) -> str:
     header = ["", *settings]
     rows = []
     for trial, columns in found.items():
-        cells = [f"`{trial}`".replace(f" {HELD_OUT_RULE}`", "`, the held-out rule")]
+        cells = [f"`{trial}`"]
         for where in settings:
             some = columns.get(where, [])
             if not some:
@@ -80,6 +80,9 @@ def validation_table(lines: list[dict[str, Any]]) -> str:
             own = zip(*(line.get("self_weights", {}).values() for line in some), strict=True)
             weights = " ".join(f"{statistics.mean(layer):.2f}" for layer in own)
             seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
+            if any("failed" in line for line in some):
+                cells.append("diverged")
+                continue
             accuracy = 100 * statistics.mean(line["accuracy"] for line in some)
             cells.append(f"{accuracy:.1f}{seeds}" + (f"; {weights}" if weights else ""))
         rows.append(cells)
@@ -99,8 +102,9 @@ def main() -> None:
         report = HERE / "results" / f"{mark}.json"
         if report.exists():
             filled(PAGE, mark, make(json.loads(report.read_text(encoding="utf-8"))))
-    trials = (HERE / "results" / "validation.jsonl").read_text(encoding="utf-8")
-    filled(RULE_PAGE, "validation", validation_table([json.loads(line) for line in trials.splitlines()]))
+    for page, mark in ((RULE_PAGE, "validation"), (TUNING_PAGE, "tuning")):
+        trials = (HERE / "results" / f"{mark}.jsonl").read_text(encoding="utf-8")
+        filled(page, mark, trials_table([json.loads(line) for line in trials.splitlines()]))
     for result in sorted((ROOT / "results").glob("*/table.md")):
         readme = ROOT / "experiments" / result.parent.name / "README.md"
         picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"
