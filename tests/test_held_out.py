@@ -88,7 +88,7 @@ def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_ar
 
 
 def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
-    assert make("pfedla", rule="held-out").pace == (5, 10, 5.0)
+    assert make("pfedla", rule="held-out").pace == (5, 10, 10.0)
     assert make("pfedla", rule="paper").pace == (0, "all", 3.0)
     assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2, hypernetwork_lr=0.5).pace == (1, 2, 0.5)
 

@@ -40,7 +40,7 @@ class Pace(NamedTuple):
     rate: float
 
 
-PACES = {"held-out": Pace(5, 10, 5.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
+PACES = {"held-out": Pace(5, 10, 10.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
 
 
 @dataclass(frozen=True, kw_only=True)
