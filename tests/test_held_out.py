@@ -88,7 +88,7 @@ def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_ar
 
 
 def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
-    assert make("pfedla", rule="held-out").pace == (5, 10, 10.0)
+    assert make("pfedla", rule="held-out").pace == (5, 10, 30.0)
     assert make("pfedla", rule="paper").pace == (0, "all", 3.0)
     assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2, hypernetwork_lr=0.5).pace == (1, 2, 0.5)
 
@@ -98,32 +98,31 @@ def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_roun
     layers, draw = make("local").task.layers, torch.Generator().manual_seed(0)
     shapes = {"fc1.weight": (5, 6), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
     models, start, delta = ({n: torch.randn(rows, *shape, generator=draw) for n, shape in shapes.items()} for rows in (4, 2, 2))
-    found = unit_free(layer_gradient(delta, models, layers), delta, start, models, layers)
-    whole = unit_free(layer_gradient(delta, models, layers), delta, start, models, layers, whole=True)
+    gradient = layer_gradient(delta, models, layers)
+    found = unit_free(gradient, delta, start, models)
 
-    def slow(receiver: int, names: list[str]) -> torch.Tensor:
-        def flat(tensors: dict, row: int) -> torch.Tensor:
-            return torch.cat([tensors[name][row].double().flatten() for name in names])
-
-        ways = torch.stack([flat(models, sender) - flat(start, receiver) for sender in range(4)])
-        slopes = ways @ flat(delta, receiver) / flat(delta, receiver).norm() / ways.square().sum(1).mean().sqrt()
-        return (slopes - slopes.mean()).float()
+    def flat(tensors: dict, row: int, layer: str = "fc") -> torch.Tensor:
+        return torch.cat([tensors[name][row].double().flatten() for name in shapes if name.startswith(layer)])
 
     for receiver in range(2):
+        ways = [flat(models, sender) - flat(start, receiver) for sender in range(4)]
+        unit = flat(delta, receiver).norm() * torch.stack(ways).square().sum(1).mean().sqrt()
         for layer, name in enumerate(layers.names):
-            torch.testing.assert_close(found[receiver, layer], slow(receiver, [n for n in shapes if n.startswith(name)]))
-        torch.testing.assert_close(whole[receiver, 0], slow(receiver, list(shapes)))
+            wants = flat(delta, receiver, name)
+            slopes = (
+                torch.stack([wants @ (flat(models, sender, name) - flat(start, receiver, name)) for sender in range(4)]) / unit
+            )
+            torch.testing.assert_close(found[receiver, layer], (slopes - slopes.mean()).float())
     larger = {name: 1000 * value for name, value in delta.items()}
-    torch.testing.assert_close(unit_free(layer_gradient(larger, models, layers), larger, start, models, layers), found)
+    torch.testing.assert_close(unit_free(1000 * gradient, larger, start, models), found)
     equal = {
-        name: value[:1].expand(4, *value.shape[1:])
-        * (1 + 1e-7 * torch.rand(4, generator=draw).view(-1, *[1] * (value.ndim - 1)))
+        name: value[:1].expand_as(value) * (1 + 1e-7 * torch.rand(value.shape, generator=draw))
         for name, value in models.items()
     }
     same = {name: value[:1] for name, value in models.items()}
-    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal, layers).any()
+    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal).any()
     nothing = {name: torch.zeros_like(value) for name, value in delta.items()}
-    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models, layers).any()
+    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models).any()
 
 
 def test_a_tamed_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:

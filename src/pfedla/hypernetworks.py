@@ -163,35 +163,29 @@ def _along(numbers: Tensor, value: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (value.ndim - 1))
 
 
-def unit_free(gradient: Tensor, delta: Params, start: Params, models: Params, layers: Layers, *, whole: bool = False) -> Tensor:
-    """`layer_gradient` measured in lengths of its layer, [rows, layers, senders], so that one rate serves every layer.
+def unit_free(gradient: Tensor, delta: Params, start: Params, models: Params) -> Tensor:
+    """`layer_gradient` [rows, layers, senders] in a unit of its row, so that one rate serves every model and data set.
 
     It is centred, which the weights do not feel, and divided by the length of delta_i times how far the senders' models lie
-    from i's start, in the root mean square: about the cosine of the angle between where i wants to go and the way to a sender.
-    `whole`: the layers are taken as one, [rows, 1, senders].
+    from i's start, in the root mean square: summed over layers, about the cosine of the angle between where i wants to go
+    and the way to a sender. The unit is the same for all layers: one that matters little to i moves little.
     """
-    size, length = (layer_squares(part, layers) for part in (start, delta))
     mean = {name: value.mean(0) for name, value in models.items()}
-    distance = layer_squares({name: value - mean[name] for name, value in start.items()}, layers)
+    distance = _squares({name: value - mean[name] for name, value in start.items()})
     for name, value in models.items():
         # In parts that stay in the cache, with a thousand clients fifteen times as fast as torch's own variance.
         parts = torch.split(value, max(1, 2**16 // mean[name].numel()))
-        distance[:, layers.index[name]] += sum(torch.linalg.vector_norm(part - mean[name]) ** 2 for part in parts) / len(value)
-    if whole:
-        gradient, size, length, distance = (part.sum(1, keepdim=True) for part in (gradient, size, length, distance))
+        distance += sum(torch.linalg.vector_norm(part - mean[name]) ** 2 for part in parts) / len(value)
+    length = _squares(delta)
     # Models that differ by rounding alone, as all do before any has trained, say nothing.
-    says = ((length > 0) & (distance > SMALLEST_DISTANCE**2 * size)).unsqueeze(-1)
-    unit = (length.sqrt() * distance.sqrt()).unsqueeze(-1)
-    return torch.where(says, (gradient - gradient.mean(-1, keepdim=True)) / torch.where(says, unit, 1.0), 0.0)
+    says = (length > 0) & (distance > SMALLEST_DISTANCE**2 * _squares(start))
+    share = torch.where(says, 1 / torch.where(says, length.sqrt() * distance.sqrt(), 1.0), 0.0)
+    return (gradient - gradient.mean(-1, keepdim=True)) * _along(share, gradient)
 
 
-def layer_squares(stacked: Params, layers: Layers) -> Tensor:
-    """[rows, layers]: the square of the length of each row's layers."""
-    some = next(iter(stacked.values()))
-    squares = some.new_zeros(len(some), len(layers))
-    for name, value in stacked.items():
-        squares[:, layers.index[name]] += value.flatten(1).square().sum(1)
-    return squares
+def _squares(stacked: Params) -> Tensor:
+    """[rows]: the square of the length of each row."""
+    return torch.stack([value.flatten(1).square().sum(1) for value in stacked.values()]).sum(0)
 
 
 def layer_gradient(delta: Params, models: Params, layers: Layers, receivers: Tensor | None = None) -> Tensor:

@@ -40,7 +40,7 @@ class Pace(NamedTuple):
     rate: float
 
 
-PACES = {"held-out": Pace(5, 10, 10.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
+PACES = {"held-out": Pace(5, 10, 30.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +184,12 @@ class PFedLA(Algorithm):
             delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
         wish, sent = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1)
-        # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
-        wish, whole = torch.where(sent, wish, 0.0), self.weights == "model"
         if ours:
-            wish = unit_free(wish, delta, downloads.tensors, models, layers, whole=whole)
-        elif whole:
-            wish = wish.sum(1, keepdim=True)
+            wish = unit_free(wish, delta, downloads.tensors, models)
+        # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(sent, wish, 0.0)
+        if self.weights == "model":
+            wish = torch.where(sent, wish.sum(1, keepdim=True), 0.0)
         pair = _never_alone(cohort.ids)
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)
