@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pfedla import simulate
 from pfedla.data.federation import Federation, federation_of
-from pfedla.errors import PfedlaError
+from pfedla.errors import GaveUpError
 from pfedla.experiment import Experiment, build
 
 OUT = Path(__file__).parent / "results" / "validation.jsonl"
@@ -81,7 +81,7 @@ def main(
             if line is None:
                 try:
                     line = made(trial, setting)
-                except PfedlaError as error:  # it diverged: a result, too
+                except GaveUpError as error:  # it diverged: a result, too
                     line = {**setting, "trial": trial, "accuracy": 0.0, "after_training": 0.0, "failed": str(error)}
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")

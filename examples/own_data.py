@@ -14,7 +14,7 @@ y = (x[:, 0] * np.where(site < 2, 1, -1) + x[:, 1] > 0).astype(int)
 
 federation = pfedla.federation_of(x, y, client=site)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-result = pfedla.simulate(federation, model, "pfedla", rounds=40, lr=0.1, hypernetwork_lr=1.0)
+result = pfedla.simulate(federation, model, "pfedla", rounds=40, lr=0.1)
 
 print("accuracy of each site's personal model:", result.accuracy.numpy().round(2))
 print("weights of the last layer, receiver by sender:")

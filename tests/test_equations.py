@@ -185,7 +185,7 @@ def test_one_hypernetwork_step_descends_the_clients_loss(options: dict) -> None:
 
 def test_the_step_is_taken_at_the_snapshot_the_mix_was_made_of() -> None:
     """With the new θ_i in place of the old the self-weight would grow by |Δθ_i|² even where Δθ is orthogonal to all."""
-    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), LocalTraining(0.1, 1, 1))
+    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), LocalTraining(0.1, 1, 1), PAPER)
     cohort = Cohort(1, 0, torch.tensor([0, 1]), torch.tensor([5, 5]))
     server = algorithm.init_server(2, seed=0)
     server["models"] = {"weight": torch.tensor([[[1.0], [0.0]], [[3.0], [0.0]]])}

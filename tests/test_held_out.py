@@ -88,7 +88,7 @@ def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_ar
 
 
 def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
-    assert make("pfedla", rule="held-out").pace == (5, 10, 30.0)
+    assert make("pfedla", rule="held-out").pace == (5, 10, 3.0)
     assert make("pfedla", rule="paper").pace == (0, "all", 3.0)
     assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2, hypernetwork_lr=0.5).pace == (1, 2, 0.5)
 
@@ -99,7 +99,8 @@ def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_roun
     shapes = {"fc1.weight": (5, 6), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
     models, start, delta = ({n: torch.randn(rows, *shape, generator=draw) for n, shape in shapes.items()} for rows in (4, 2, 2))
     gradient = layer_gradient(delta, models, layers)
-    found = unit_free(gradient, delta, start, models)
+    all_sent = torch.ones(2, 2, dtype=torch.bool)
+    found = unit_free(gradient, delta, start, models, layers, all_sent)
 
     def flat(tensors: dict, row: int, layer: str = "fc") -> torch.Tensor:
         return torch.cat([tensors[name][row].double().flatten() for name in shapes if name.startswith(layer)])
@@ -113,16 +114,22 @@ def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_roun
                 torch.stack([wants @ (flat(models, sender, name) - flat(start, receiver, name)) for sender in range(4)]) / unit
             )
             torch.testing.assert_close(found[receiver, layer], (slopes - slopes.mean()).float())
+    without = unit_free(gradient, delta, start, models, layers, torch.tensor([[True, False], [True, True]]))
+    elsewhere = {**delta, "fc2.weight": delta["fc2.weight"] + 1, "fc2.bias": delta["fc2.bias"] - 1}
+    moved = unit_free(gradient, elsewhere, start, models, layers, torch.tensor([[True, False], [True, True]]))
+    assert torch.equal(without[0, 0], moved[0, 0])  # a layer that was not sent has no say in the unit
+    assert not torch.equal(without[0, 0], found[0, 0])
+    assert torch.equal(without[1], found[1])
     larger = {name: 1000 * value for name, value in delta.items()}
-    torch.testing.assert_close(unit_free(1000 * gradient, larger, start, models), found)
+    torch.testing.assert_close(unit_free(1000 * gradient, larger, start, models, layers, all_sent), found)
     equal = {
         name: value[:1].expand_as(value) * (1 + 1e-7 * torch.rand(value.shape, generator=draw))
         for name, value in models.items()
     }
     same = {name: value[:1] for name, value in models.items()}
-    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal).any()
+    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal, layers, all_sent[:1]).any()
     nothing = {name: torch.zeros_like(value) for name, value in delta.items()}
-    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models).any()
+    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models, layers, all_sent).any()
 
 
 def test_a_tamed_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:

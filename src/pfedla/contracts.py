@@ -197,6 +197,10 @@ class Algorithm(ABC):
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """The model this client would deploy now: parameters and statistics; `data` are its training data."""
 
+    def decided(self) -> dict[str, object]:
+        """What the options that are "auto" come to, for the record of a run."""
+        return {}
+
     def held_out_share(self, download: Payload) -> float:
         """The share of its training data that a client which is sent this holds out; which examples is fixed once."""
         return 0.0

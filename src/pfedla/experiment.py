@@ -238,7 +238,7 @@ def assembled(experiment: Experiment, federation: Outline) -> Built:
     check_affordable(f"the models of {len(federation)} clients", len(federation) * sum(method.task.layers.num_parameters))
     method.check(len(federation))
     experiment.faults.faults().check(len(federation), training.local_epochs)
-    section = AlgorithmSection(name=experiment.algorithm.name, **options)
+    section = AlgorithmSection(name=experiment.algorithm.name, **options | method.decided())
     engine, note = _chosen_engine(experiment.engine, module, name)
     resolved = experiment.model_copy(update={"model": name, "training": training, "algorithm": section, "engine": engine})
     return Built(resolved, federation, method, note)

@@ -40,7 +40,7 @@ class Pace(NamedTuple):
     rate: float
 
 
-PACES = {"held-out": Pace(5, 10, 30.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
+PACES = {"held-out": Pace(5, 10, 3.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class PFedLA(Algorithm):
     weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
     hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
-    # How alpha is learned: by the paper's rule, or by ours, the default because it was measured to be the better one
-    # (docs/algorithms/pfedla.md). What is "auto" is the rule's in PACES.
+    # How alpha is learned. Departs from the paper: the default is a rule of ours (docs/algorithms/pfedla.md has both measured).
+    # What is "auto" is the rule's in PACES.
     rule: Literal["held-out", "paper"] = "held-out"
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, in rounds that learn from it
     warm_up: Natural | Literal["auto"] = "auto"
@@ -156,6 +156,10 @@ class PFedLA(Algorithm):
             own.rate if self.hypernetwork_lr == "auto" else self.hypernetwork_lr,
         )
 
+    def decided(self) -> dict[str, object]:
+        pace = self.pace
+        return {"warm_up": pace.warm_up, "learning_rounds": pace.learning_rounds, "hypernetwork_lr": pace.rate}
+
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0
 
@@ -172,8 +176,8 @@ class PFedLA(Algorithm):
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         if self._learns(server):
             self._learn(server, cohort, downloads, uploads)
-        server["progress"]["uploads"] += len(cohort.ids)
         put_(server["models"], cohort.ids, uploads.tensors)
+        server["progress"]["uploads"] += len(cohort.ids)
         return server
 
     def _learn(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> None:
@@ -183,9 +187,10 @@ class PFedLA(Algorithm):
         else:
             delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
-        wish, sent = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1)
+        wish, sent, rate = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1), self.pace.rate
         if ours:
-            wish = unit_free(wish, delta, downloads.tensors, models)
+            wish = unit_free(wish, delta, downloads.tensors, models, layers, downloads.sent)
+            rate *= wish.shape[-1]  # the slope of a uniform softmax is one over the number of senders
         # A retained layer's mix was not used, so its weights do not move; a retained Δ would be against the wrong start.
         wish = torch.where(sent, wish, 0.0)
         if self.weights == "model":
@@ -194,7 +199,7 @@ class PFedLA(Algorithm):
         before = take(server["hypernetworks"], pair)
         wish = wish.expand(len(pair), -1, -1)
         network = self._hypernetwork(wish.shape[-1])
-        stepped = network.step(before, pair, wish, self.pace.rate, tamed=ours)
+        stepped = network.step(before, pair, wish, rate, tamed=ours)
         # A finite but huge upload can overflow g; that client's weights then stay as they were.
         sound = finite_rows(stepped, len(pair))[: len(cohort.ids)].nonzero().squeeze(1)
         put_(server["hypernetworks"], cohort.ids[sound], take(stepped, sound))
