@@ -159,7 +159,7 @@ def simulated(clients: int, rounds: int = 2) -> dict[str, Any]:
     start = time.perf_counter()
     simulate(
         federation, module_of(PAPER), "pfedla", rounds=rounds, local_epochs=1, batch_size=8, progress=False,
-        participation=PARTICIPANTS / clients, evaluate_every=rounds, hypernetwork="compact", neighbours=5,
+        participation=PARTICIPANTS / clients, evaluate_every=rounds, hypernetwork="compact", neighbours=5, warm_up=0,
     )  # fmt: skip
     return {"clients": clients, "rounds": rounds, "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
 

@@ -153,9 +153,9 @@ def train(message, context):
 
 def methods(folder: Path) -> None:
     """Three methods, then bad clients and strangers, on the same three SuperNodes."""
-    plan = deployment(folder, {**DIGITS, "algorithm": {"name": "pfedla"}})
+    plan = deployment(folder, {**DIGITS, "algorithm": {"name": "pfedla", "warm_up": 0}})
     plans = [plan]
-    for name, options in (("heurpfedla", {"retained_layers": 2}), ("fedrep", {})):
+    for name, options in (("heurpfedla", {"retained_layers": 2, "warm_up": 0}), ("fedrep", {})):
         plans.append(another_app(folder, name, plan, {**DIGITS, "algorithm": {"name": name, **options}}))
     with LocalFederation(folder, 3) as federation:
         for app in ("app", "heurpfedla"):  # two runs at once: a site keeps them apart

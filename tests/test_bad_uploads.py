@@ -53,6 +53,14 @@ def without_first(answer: Answer) -> Answer:
     return with_upload(answer, tensors=dict(list(answer.upload.tensors.items())[1:]) or {"none": torch.zeros(1)})
 
 
+def with_nan_in_an_extra(answer: Answer) -> Answer:
+    extras = answer.upload.extras or {"note": torch.zeros(1)}
+    name, value = next(iter(extras.items()))
+    return with_upload(
+        answer, extras={**extras, name: spoiled(value, torch.nan) if value.is_floating_point() else value.float()}
+    )
+
+
 KINDS: dict[str, tuple[Send, set[str]]] = {
     "one nan": (on_first(lambda value: spoiled(value, torch.nan)), {"not finite", "wrong names"}),
     "one infinity": (on_first(lambda value: spoiled(value, -torch.inf)), {"not finite", "wrong names"}),
@@ -67,6 +75,7 @@ KINDS: dict[str, tuple[Send, set[str]]] = {
     "other layers": (lambda a: with_upload(a, sent=~a.upload.sent), {"wrong layers"}),
     "a mask too long": (lambda a: with_upload(a, sent=a.upload.sent.repeat(2)), {"wrong shape"}),
     "an extra nobody asked for": (lambda a: with_upload(a, extras={"note": torch.zeros(1)}), {"wrong names"}),
+    "one nan in an extra": (with_nan_in_an_extra, {"not finite", "wrong names", "wrong dtype"}),
     "an update too long": (on_first(lambda value: value + 1e6), {"norm too large", "wrong names"}),
     "garbage": (lambda a: a._replace(upload=b"\x80\x04garbage"), {"not an upload"}),  # type: ignore[arg-type]
     "garbage for tensors": (lambda a: with_upload(a, tensors=[1, 2, 3]), {"not an upload"}),
@@ -92,7 +101,8 @@ def sends(engine: str, send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_rounds(name: str) -> Played:
-    algorithm = make(name, batch_norm=None, batch_size=10)
+    learning = {"learning_rounds": "all"} if name == "pfedla-held-out" else {}
+    algorithm = make(name, batch_norm=None, batch_size=10, **learning)
     return play(algorithm, toy_federation(), rounds=ROUNDS, threads=1, norm_bound=BOUND)
 
 
@@ -106,7 +116,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pfedla.rounds, "sample_cohort", without)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", [*methods(), "pfedla-held-out"])
 def test_a_bad_upload_leaves_the_others_as_if_its_sender_were_absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind a round: after each, everybody's state and evaluation are those of the run without the sender."""
     with monkeypatch.context() as patch:

@@ -64,9 +64,12 @@ def test_participation_counts_participants(pfedla) -> None:
     assert json.loads(full)["total_mib"] == pytest.approx(10 * json.loads(tenth)["total_mib"])
 
 
+PAPERS = ("--set", "algorithm.rule=paper")  # learns from the first round on
+
+
 def test_a_real_heurpfedla_run_saves_what_it_retains(pfedla, tmp_path) -> None:
     """The set may change by client and round; here it is read back from the weights and must explain every byte."""
-    code, out, _ = pfedla("run", "-a", "heurpfedla", "--rounds", 4, "--local-epochs", 1, "--json", "--out", "run")
+    code, out, _ = pfedla("run", "-a", "heurpfedla", "--rounds", 4, "--local-epochs", 1, "--json", "--out", "run", *PAPERS)
     assert code == 0
     traffic = json.loads(out)["traffic"]
     layers = Layers.of(SmallCNN((1, 8, 8), 10))

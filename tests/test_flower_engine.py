@@ -33,7 +33,8 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_of(name: str, **more: Any) -> dict[str, Any]:
-    options = {"heurpfedla": {"retained_layers": 2}, "fedfomo": {"candidates": 1}}.get(name, {})
+    learning = {"warm_up": 0}  # the runs are shorter than the warm-up
+    options = {"pfedla": learning, "heurpfedla": {"retained_layers": 2, **learning}, "fedfomo": {"candidates": 1}}.get(name, {})
     return {**DIGITS, "algorithm": {"name": name, **options}, **more}
 
 

@@ -65,8 +65,9 @@ def numbers(folder: Path) -> dict[str, Any]:
 def experiment(name: str, engine: str, faults: dict[str, Any], rounds: int) -> Experiment:
     data = {"dataset": "digits", "clients": 4}
     where = {"name": engine, "threads": 2}
+    method = {"name": name} | ({"warm_up": 0} if "pfedla" in name else {})
     return Experiment.parse(
-        {"rounds": rounds, "data": data, "algorithm": {"name": name}, "training": {"local_epochs": 2}, "engine": where}
+        {"rounds": rounds, "data": data, "algorithm": method, "training": {"local_epochs": 2}, "engine": where}
         | {"faults": faults}
     )
 

@@ -19,6 +19,7 @@ COMMAND = (sys.executable, "-c", "from pfedla.cli import main; main()", "run")
 TINY = (
     "-a", "heurpfedla", "-d", "digits", "--clients", "4", "--samples", "60", "--model", "mlp", "--local-epochs", "1",
     "--participation", "0.75", "--set", "algorithm.neighbours=2", "--set", "faults.dropout=0.2",
+    "--set", "algorithm.warm_up=0",
 )  # fmt: skip
 
 
@@ -273,7 +274,7 @@ def test_other_data_are_refused(pfedla, tmp_path: Path) -> None:
 
 
 def test_a_comparison_goes_on_too(pfedla, tmp_path: Path) -> None:
-    methods = ("compare", "-a", "fedavg,pfedla", *TINY[2:10], "--local-epochs", 1)
+    methods = ("compare", "-a", "fedavg,pfedla", *TINY[2:10], "--local-epochs", 1, "--set", "pfedla.warm_up=0")
     assert pfedla(*methods, "--rounds", 3, "--out", "whole", "-q")[0] == 0
     assert pfedla(*methods, "--rounds", 2, "--out", "cut", "-q")[0] == 0
     (tmp_path / "cut" / "pfedla-s0" / "result.json").unlink()
