@@ -2,7 +2,7 @@
 
 A trial is a method and its options. Those that stand in --out are not made again.
 
-python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=4"
+python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=6"
 python benchmarks/validation.py emnist dominant --local-epochs 10 fedrep "fedrep head_epochs=2"
 """
 
