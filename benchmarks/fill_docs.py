@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PAGE = ROOT / "docs" / "performance.md"
 RULE_PAGE = ROOT / "docs" / "algorithms" / "pfedla.md"
+README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
 TUNING_PAGE = ROOT / "docs" / "reproduction.md"
 
 
@@ -89,6 +90,23 @@ def trials_table(lines: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
+def readme_table() -> str:
+    """Of Tables 1 and 2, what the README shows: seed 0, Fashion-MNIST, ten clients."""
+    shown: dict[str, list[str]] = {}
+    for name in ("table1", "table2"):
+        cells = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            if (cell["column"], cell["seed"]) == ("Fashion-MNIST, 10 clients", 0) and cell["row"] in README_ROWS:
+                down, up = (cell["traffic"][way] / 2**20 for way in ("down_bytes", "up_bytes"))
+                numbers = [f"{100 * cell['accuracy'][key]:.1f}" for key in ("mean", "worst")]
+                shown.setdefault(cell["row"], []).extend([*numbers, f"{down:.0f} / {up:.0f}"])
+    header = [
+        "",
+        *(f"{what}, {cut}" for cut in ("four classes", "two prevail") for what in ("personal %", "worst %", "MiB down / up")),
+    ]
+    return table(header, [[row, *shown[row]] for row in README_ROWS])
+
+
 def filled(page: Path, mark: str, content: str) -> None:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
     text = page.read_text(encoding="utf-8")
@@ -105,6 +123,7 @@ def main() -> None:
     for page, mark in ((RULE_PAGE, "validation"), (TUNING_PAGE, "tuning")):
         trials = (HERE / "results" / f"{mark}.jsonl").read_text(encoding="utf-8")
         filled(page, mark, trials_table([json.loads(line) for line in trials.splitlines()]))
+    filled(ROOT / "README.md", "tables", readme_table())
     for result in sorted((ROOT / "results").glob("*/table.md")):
         readme = ROOT / "experiments" / result.parent.name / "README.md"
         picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"
