@@ -66,7 +66,7 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, batch_norm: bool, 
 def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Federation) -> None:
     algorithm = make(name, batch_norm=batch_norm)
     threaded, vectorized = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
-    # FedFomo divides differences of losses on a few held-out examples by one another, and pFedLA's own rule their gradients by how far models lie apart:
+    # FedFomo divides differences of losses on a few held-out examples by one another, and pFedLA's own rule their gradients:
     # both magnify rounding.
     tolerance = {"fedfomo": 1e-4, "pfedla-held-out": 1e-3, "heurpfedla-held-out": 1e-3}.get(name, 1e-5)
     ends_equal(threaded, vectorized, tolerance=tolerance)
