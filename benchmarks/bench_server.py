@@ -112,7 +112,7 @@ def textbook(algorithm: PFedLA, server: ServerState, cohort: Cohort, uploads: Up
             change = [trained[name] - value.detach() for name, value in mixed.items()]
             torch.autograd.backward(list(mixed.values()), change)
             for name, leaf in leaves.items():
-                hypernetworks[name][client] = leaf.detach() + algorithm.pace.rate * leaf.grad
+                hypernetworks[name][client] = leaf.detach() + algorithm.hypernetwork_lr * leaf.grad
             for name, value in trained.items():
                 models[name][client] = value
     server.update(models=models, hypernetworks=hypernetworks)

@@ -71,6 +71,7 @@ def trials_table(lines: list[dict[str, Any]]) -> str:
     settings: list[str] = []
     for line in lines:
         where = f"{line['dataset']}, {line['partition']}: {line['rounds']} rounds, {line['local_epochs']} local epochs"
+        where += f", learning rate {line['lr']:g}" if "lr" in line else ""
         settings.append(where)
         found.setdefault(line["trial"], {}).setdefault(where, []).append(line)
     settings = list(dict.fromkeys(settings))
@@ -83,12 +84,12 @@ def trials_table(lines: list[dict[str, Any]]) -> str:
             if not some:
                 cells.append("")
                 continue
-            own = zip(*(line.get("self_weights", {}).values() for line in some), strict=True)
-            weights = " ".join(f"{statistics.mean(layer):.2f}" for layer in own)
-            seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
             if any("failed" in line for line in some):
                 cells.append("diverged")
                 continue
+            own = zip(*(line.get("self_weights", {}).values() for line in some), strict=True)
+            weights = " ".join(f"{statistics.mean(layer):.2f}" for layer in own)
+            seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
             accuracy = 100 * statistics.mean(line["accuracy"] for line in some)
             cells.append(f"{accuracy:.1f}{seeds}" + (f"; {weights}" if weights else ""))
         rows.append(cells)

@@ -49,7 +49,7 @@ def made(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
     built = build(Experiment.parse({"seed": setting["seed"], "data": data}))
     result = simulate(
         validation(built.federation, setting["seed"]), built.algorithm.task.module, name, rounds=setting["rounds"],
-        local_epochs=setting["local_epochs"], lr=built.algorithm.training.lr, seed=setting["seed"],
+        local_epochs=setting["local_epochs"], lr=setting.get("lr", built.algorithm.training.lr), seed=setting["seed"],
         evaluate_every=setting["rounds"], recalibrate="always", progress=False, compile="on", **options_of(words),
     )  # fmt: skip
     line = {**setting, "trial": trial, "accuracy": result.accuracy.mean().item()}
@@ -67,6 +67,7 @@ def main(
     seeds: Annotated[str, typer.Option()] = "100",
     rounds: int = 20,
     local_epochs: int = 5,
+    lr: Annotated[float | None, typer.Option(help="Learning rate (default: the paper's for the data set).")] = None,
     out: Path = OUT,
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
@@ -76,17 +77,22 @@ def main(
         for seed in map(int, seeds.split(",")):
             setting = {
                 "dataset": dataset, "partition": partition, "seed": seed, "rounds": rounds, "local_epochs": local_epochs,
-            }  # fmt: skip
-            line = next((one for one in known if one.items() >= {**setting, "trial": trial}.items()), None)
+            } | ({} if lr is None else {"lr": lr})  # fmt: skip
+            whole = {**setting, "trial": trial}
+            line = next((one for one in known if one.get("lr") == lr and one.items() >= whole.items()), None)
             if line is None:
                 try:
                     line = made(trial, setting)
                 except GaveUpError as error:  # it diverged: a result, too
-                    line = {**setting, "trial": trial, "accuracy": 0.0, "after_training": 0.0, "failed": str(error)}
+                    line = {**whole, "failed": str(error)}
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
             lines.append(line)
-        percent = [f"{100 * statistics.mean(line[key] for line in lines):.1f}" for key in ("accuracy", "after_training")]
+        failed = any("failed" in line for line in lines)
+        percent = [
+            "diverged" if failed else f"{100 * statistics.mean(line[key] for line in lines):.1f}"
+            for key in ("accuracy", "after_training")
+        ]
         weights = " ".join(f"{layer} {weight:.2f}" for layer, weight in lines[0].get("self_weights", {}).items())
         table.add_row(trial, *percent, weights)
     Console().print(table)

@@ -29,15 +29,14 @@ settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
-PAPER: dict[str, Any] = {
-    "rule": "paper"
-}  # learns from the first round on, where the default warms up for longer than tests last
-HELD_OUT: dict[str, Any] = {"rule": "held-out", "warm_up": 0, "learning_rounds": 2}
+# Both learn from the first round on; the default warms up for longer than most tests last.
+PAPER: dict[str, Any] = {"rule": "paper"}
+HELD_OUT: dict[str, Any] = {"rule": "held-out", "warm_up": 0}
 PRESETS = {"pfedla": PAPER, "heurpfedla": PAPER}
 VARIANTS = {  # options that are a path of their own
     "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3, **PAPER}),
-    "pfedla-held-out": ("pfedla", HELD_OUT),
-    "heurpfedla-held-out": ("heurpfedla", HELD_OUT),
+    "pfedla-held-out": ("pfedla", {**HELD_OUT, "learning_rounds": 2}),
+    "heurpfedla-held-out": ("heurpfedla", {**HELD_OUT, "learning_rounds": 2}),
 }
 
 

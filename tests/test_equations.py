@@ -147,7 +147,7 @@ def test_closed_form_equals_autograd_through_the_stacked_models(options: dict) -
             objective = objective + (mixed * delta[name][i]).sum()
     objective.backward()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(after[name], leaf.detach() + algorithm.pace.rate * leaf.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(after[name], leaf.detach() + algorithm.hypernetwork_lr * leaf.grad, rtol=1e-9, atol=1e-9)
 
 
 @FORMS

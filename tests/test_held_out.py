@@ -5,16 +5,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, make, play
+from conftest import HELD_OUT, TinyNet, make, play
 from torch.func import functional_call
 
 from pfedla.contracts import Payload
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
+from pfedla.experiment import Experiment, build
 from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, unit_free
 from pfedla.rounds import everyone
-
-HELD_OUT = {"rule": "held-out", "warm_up": 0}
 
 
 def test_a_client_sends_the_gradient_of_what_it_did_not_train_on(federation: Federation) -> None:
@@ -88,9 +87,9 @@ def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_ar
 
 
 def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
-    assert make("pfedla", rule="held-out").pace == (5, 10, 3.0)
-    assert make("pfedla", rule="paper").pace == (0, "all", 3.0)
-    assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2, hypernetwork_lr=0.5).pace == (1, 2, 0.5)
+    assert make("pfedla", rule="held-out").pace == (5, 10)
+    assert make("pfedla", rule="paper").pace == (0, "all")
+    assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2).pace == (1, 2)
 
 
 def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_rounding_is_nothing() -> None:
@@ -155,3 +154,10 @@ def test_one_weight_for_the_whole_model_is_the_same_for_all_layers(federation: F
         alpha = algorithm.alpha(played[-1].server)
         torch.testing.assert_close(alpha[:, 0], alpha[:, 1])
         assert not torch.allclose(alpha, torch.full_like(alpha, 1 / 6), atol=1e-4)
+
+
+def test_a_run_that_ends_before_the_weights_are_learned_says_so() -> None:
+    short = {"rounds": 50, "participation": 0.1, "data": {"dataset": "digits"}, "algorithm": {"name": "heurpfedla"}}
+    assert "takes part in 5 rounds" in build(Experiment.parse(short)).note
+    assert build(Experiment.parse({**short, "rounds": 51})).note == ""
+    assert build(Experiment.parse({**short, "algorithm": {"name": "pfedla", "rule": "paper"}})).note == ""

@@ -23,7 +23,6 @@ from pfedla.tree import BLOCK, by_blocks, take
 
 COMPACT = {"hypernetwork": "compact"}
 FORMS = [{}, COMPACT, {"neighbours": 2}, COMPACT | {"neighbours": 3}, COMPACT | {"normalise": "relu"}]
-EVERY_FORM = pytest.mark.parametrize("options", FORMS, ids=str)
 
 
 def moved(algorithm: Algorithm, num_clients: int, seed: int = 0) -> ServerState:

@@ -13,6 +13,7 @@ from pfedla.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.slow
 
+LEARNING, PAPERS = ("--set", "algorithm.warm_up=0"), ("--set", "algorithm.rule=paper")
 FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--partition", "classes", "--local-epochs", 2)
 
 
@@ -20,24 +21,8 @@ FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--parti
 def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
     """A few rounds of every method: finite numbers, no two alike, FedBN only where there is BatchNorm."""
     real(name)
-    code, out, err = pfedla(
-        "compare",
-        "-a",
-        "all",
-        "-d",
-        name,
-        "--samples",
-        120,
-        "--rounds",
-        3,
-        "--local-epochs",
-        2,
-        "--lr",
-        0.02,
-        "--json",
-        "--set",
-        "algorithm.warm_up=0",
-    )
+    small = ("--samples", 120, "--rounds", 3, "--local-epochs", 2, "--lr", 0.02)
+    code, out, err = pfedla("compare", "-a", "all", "-d", name, *small, *LEARNING, "--json")
     assert code == 0, err
     results = json.loads(out)
     assert results.keys() == ALGORITHMS.keys()
@@ -50,19 +35,7 @@ def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
 def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tmp_path: Path) -> None:
     real("fashion-mnist")
     code, _, err = pfedla(
-        "compare",
-        "-a",
-        "local,fedavg,pfedla,heurpfedla",
-        *FEDERATION,
-        "--rounds",
-        6,
-        "--lr",
-        0.02,
-        "--out",
-        "c",
-        "-q",
-        "--set",
-        "algorithm.rule=paper",
+        "compare", "-a", "local,fedavg,pfedla,heurpfedla", *FEDERATION, "--rounds", 6, "--lr", 0.02, *PAPERS, "--out", "c", "-q"
     )
     assert code == 0, err
     results = {name: one[0] for name, one in json.loads((tmp_path / "c" / "comparison.json").read_text()).items()}
@@ -83,19 +56,7 @@ def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(pfedla, real,
     real("fashion-mnist")
     for threads in (1, 2, 3):
         code, _, err = pfedla(
-            "run",
-            "-a",
-            algorithm,
-            *FEDERATION,
-            "--rounds",
-            2,
-            "--threads",
-            threads,
-            "--out",
-            f"t{threads}",
-            "-q",
-            "--set",
-            "algorithm.warm_up=0",
+            "run", "-a", algorithm, *FEDERATION, *LEARNING, "--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q"
         )
         assert code == 0, err
     for other in ("t2", "t3"):

@@ -143,7 +143,7 @@ def test_the_evolution_is_of_the_target_by_thirds_of_the_run() -> None:
 # Playing.
 
 SMALL = Grid.model_validate({
-    "title": "small",  "form": "heatmap",
+    "title": "small", "form": "heatmap",
     "experiment": {"rounds": 2, "training": {"local_epochs": 1}, "data": {"dataset": "digits", "clients": 4}},
     "columns": [
         {"name": "digits", "experiment": {"data": {"partition": "classes"}}, "layer": "fc1"},

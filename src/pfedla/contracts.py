@@ -201,6 +201,10 @@ class Algorithm(ABC):
         """What the options that are "auto" come to, for the record of a run."""
         return {}
 
+    def notice(self, rounds: float) -> str:
+        """What a person should know before a run in which a client takes part in so many rounds, on average."""
+        return ""
+
     def held_out_share(self, download: Payload) -> float:
         """The share of its training data that a client which is sent this holds out; which examples is fixed once."""
         return 0.0

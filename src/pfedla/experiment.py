@@ -241,7 +241,8 @@ def assembled(experiment: Experiment, federation: Outline) -> Built:
     section = AlgorithmSection(name=experiment.algorithm.name, **options | method.decided())
     engine, note = _chosen_engine(experiment.engine, module, name)
     resolved = experiment.model_copy(update={"model": name, "training": training, "algorithm": section, "engine": engine})
-    return Built(resolved, federation, method, note)
+    notices = (note, method.notice(experiment.rounds * experiment.participation))
+    return Built(resolved, federation, method, "; ".join(filter(None, notices)))
 
 
 def _chosen_engine(section: EngineSection, module: nn.Module, model: str) -> tuple[EngineSection, str]:

@@ -33,14 +33,13 @@ CHUNK = 64  # clients whose weights are made at once: their hypernetworks are co
 
 
 class Pace(NamedTuple):
-    """When, and how fast, alpha is learned."""
+    """When alpha is learned."""
 
     warm_up: int  # rounds of a client before
     learning_rounds: int | Literal["all"]  # rounds of a client in which; then it stays
-    rate: float
 
 
-PACES = {"held-out": Pace(5, 10, 3.0), "paper": Pace(0, "all", 3.0)}  # the paper states no rate
+PACES = {"held-out": Pace(5, 10), "paper": Pace(0, "all")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class PFedLA(Algorithm):
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, in rounds that learn from it
     warm_up: Natural | Literal["auto"] = "auto"
     learning_rounds: Positive | Literal["all", "auto"] = "auto"
-    hypernetwork_lr: Rate | Literal["auto"] = "auto"
+    hypernetwork_lr: Rate = 3.0  # the paper states none
     embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
     normalise: Normalise = "softmax"
@@ -153,12 +152,18 @@ class PFedLA(Algorithm):
         return Pace(
             own.warm_up if self.warm_up == "auto" else self.warm_up,
             own.learning_rounds if self.learning_rounds == "auto" else self.learning_rounds,
-            own.rate if self.hypernetwork_lr == "auto" else self.hypernetwork_lr,
         )
 
     def decided(self) -> dict[str, object]:
-        pace = self.pace
-        return {"warm_up": pace.warm_up, "learning_rounds": pace.learning_rounds, "hypernetwork_lr": pace.rate}
+        return self.pace._asdict()
+
+    def notice(self, rounds: float) -> str:
+        if rounds > self.pace.warm_up:
+            return ""
+        return (
+            f"{self.name} learns no weights in this run: a client takes part in {rounds:g} rounds, and the first "
+            f"{self.pace.warm_up} are its warm-up; use more rounds or a smaller algorithm.warm_up"
+        )
 
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0
@@ -187,7 +192,7 @@ class PFedLA(Algorithm):
         else:
             delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
-        wish, sent, rate = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1), self.pace.rate
+        wish, sent, rate = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1), self.hypernetwork_lr
         if ours:
             wish = unit_free(wish, delta, downloads.tensors, models, layers, downloads.sent)
             rate *= wish.shape[-1]  # the slope of a uniform softmax is one over the number of senders
