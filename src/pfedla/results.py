@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import math
 import os
 import platform
@@ -116,10 +115,7 @@ def result_of(built: Built, simulation: Simulation, honest: Tensor) -> dict[str,
 def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulation) -> None:
     path = folder.path
     if simulation.alphas is not None:
-        # One entry of metadata only: several are written in a random order, and equal runs would differ in bytes.
-        alpha = {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)}
-        layers = {"layers": json.dumps(simulation.layer_names)}
-        write_whole(path / "alpha.safetensors", lambda file: save_file(alpha, file, layers))
+        folder.write_alpha(simulation.alphas, simulation.alpha_rounds, simulation.layer_names)
     elif type(simulation.algorithm).alpha is not Algorithm.alpha:
         folder.say(
             f"{path}: the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it"
