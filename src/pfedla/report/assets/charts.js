@@ -69,7 +69,8 @@ function chart(series, options) {
   const holder = el("div", { class: "chart" });
   const draw = () => {
     const width = Math.max(280, holder.clientWidth || 640), height = Math.min(320, Math.max(220, width * 0.45));
-    const margin = { left: 52, right: 12, top: 10, bottom: options.names ? 64 : 40 };
+    const upright = !options.names?.some((name) => name.length > 3);
+    const margin = { left: 52, right: 12, top: 10, bottom: upright ? 40 : 64 };
     const points = series.flatMap((one) => one.points).filter((point) => point[1] !== null);
     const bands = series.flatMap((one) => one.band || []);
     if (!points.length) return holder.replaceChildren(el("p", { class: "note" }, "Nothing to draw yet."));
@@ -91,7 +92,7 @@ function chart(series, options) {
     }
     if (options.names) {
       options.names.forEach((name, x) => shape(svg, "text", {
-        transform: `translate(${px(x) + 4},${height - margin.bottom + 14}) rotate(-45)`, "text-anchor": "end",
+        transform: `translate(${px(x) + (upright ? 0 : 4)},${height - margin.bottom + (upright ? 18 : 14)}) rotate(${upright ? 0 : -45})`, "text-anchor": upright ? "middle" : "end",
       }, name.length > 9 ? `${name.slice(0, 8)}…` : name));
     } else {
       for (const value of ticks(x0, x1, width / 90, options.whole))

@@ -64,7 +64,7 @@ function gains(run, local, position) {
   const winners = gained.filter((pair) => pair[1] > 0).length, losers = gained.filter((pair) => pair[1] < 0);
   const who = losers.length ? ` Worst off: ${losers.slice(0, 3).map(([name, gain]) => `client ${name} (${points(gain)} points)`).join(", ")}.` : " Nobody loses.";
   return [el("h3", {}, `Gain over Local: ${run.name}`),
-    el("p", {}, el("span", { class: "gain" }, `${winners} of ${gained.length} clients gain`), ", ", el("span", { class: "loss" }, `${losers.length} lose`), `.${who}`),
+    el("p", {}, el("span", { class: "gain" }, `${winners} of ${gained.length} clients gain`), ...(losers.length ? [", ", el("span", { class: "loss" }, `${losers.length} lose`)] : []), `.${who}`),
     chart([{ name: "gain", colour: colour(position), points: gained.map((pair, rank) => [rank, pair[1]]) }], { label: `Gain of every client over Local, ${run.name}`, xLabel: "client", dots: true, zero: true,
       names: gained.length <= 25 ? gained.map((pair) => pair[0]) : null, yText: (value) => points(value), xText: (rank) => `client ${gained[rank][0]}, points over Local` })];
 }
