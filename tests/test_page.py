@@ -366,16 +366,20 @@ def test_a_phone_need_not_scroll_sideways(browser: Any, runs: list[Path], large:
 
 
 def test_a_hundred_clients_open_quickly(browser: Any, large: Path, tmp_path: Path) -> None:
-    path = write_page([large], tmp_path / "report.html")
-    start = time.perf_counter()
-    with Seen(browser, path.as_uri()) as seen:
-        seen.page.wait_for_selector("#alpha-map canvas")
-        seconds = time.perf_counter() - start
-        note = seen.page.locator("section#alpha").inner_text()
-        assert f"{PAGE_WEIGHTS // 70_000} of the run's 100 snapshots" in note
-        assert "1/65,535" in note
-        assert seen.problems == []
-    assert seconds < 3
+    """In under three seconds, in one of three attempts: the machine may be busy with something else."""
+    path, seconds = write_page([large], tmp_path / "report.html"), []
+    for _ in range(3):
+        start = time.perf_counter()
+        with Seen(browser, path.as_uri()) as seen:
+            seen.page.wait_for_selector("#alpha-map canvas")
+            seconds.append(time.perf_counter() - start)
+            note = seen.page.locator("section#alpha").inner_text()
+            assert f"{PAGE_WEIGHTS // 70_000} of the run's 100 snapshots" in note
+            assert "1/65,535" in note
+            assert seen.problems == []
+        if seconds[-1] < 3:
+            return
+    pytest.fail(f"it took {seconds} seconds")
 
 
 def test_the_numbers_can_be_taken_away(browser: Any, runs: list[Path], tmp_path: Path) -> None:
