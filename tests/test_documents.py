@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocks import ROOT, TUTORIALS, blocks
 
 import pfedla
 from pfedla import hypernetworks, layers
 from pfedla.algorithms import ALGORITHMS, options_model
 from pfedla.data.datasets import KNOWN
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("module", [layers, hypernetworks])
@@ -34,12 +33,15 @@ def test_examples(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def commands(document: Path) -> list[str]:
-    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", document.read_text(encoding="utf-8"), re.S)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("pfedla ")]
+    found = [command for block in blocks(document) if block.language == "sh" for command in block.commands]
+    return [command for command in found if command.startswith("pfedla ")]
 
 
 DOCUMENTED = [
-    (path.name, command) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] for command in commands(path)
+    (path.name, command)
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if path not in TUTORIALS  # these are played from top to bottom, in test_site.py
+    for command in commands(path)
 ]
 
 
