@@ -173,8 +173,10 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
         # The sentences of "By situation", "What was measured" and the FAQ.
         assert max(alone, key=alone.get) == "Local"
         assert alone["FedAvg"] < alone["Local"] - 5
-        assert max(shared.values()) - shared["pFedLA"] < 1
-        assert shared["Local"] < shared["pFedLA"] - 3
+        first = max(shared, key=shared.get)
+        other = {"Per-FedAvg": "FedFomo", "FedFomo": "Per-FedAvg"}[first]
+        assert shared[first] - shared["pFedLA"] < 1
+        assert max(shared["Local"], shared[other]) < shared["pFedLA"] - 2
 
 
 def accuracies(table: str, column: str) -> dict[str, float]:
