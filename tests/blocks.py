@@ -25,6 +25,7 @@ NOT_PLAYED = {
     "pfedla reproduce ": "minutes to hours of training; tests/test_reproduction.py plays small ones",
     "pfedla evaluate /srv/": "a site's folder on another machine; tests/test_deployment.py plays it",
     "pfedla export /srv/": "as above",
+    "pfedla watch ": "serves a page until it is stopped; tests/test_page.py looks at it",
     "python benchmarks/validation.py ": "minutes of training on real data; the options are parsed",
     "pip install ": "changes the environment",
     "export FLWR_": "settings for the commands below it",
@@ -33,6 +34,7 @@ NOT_PLAYED = {
     "flwr ": "needs a running server; tests/deployment.py calls it",
     "printf 'subjectAltName=": "renews a certificate on a server",
     "openssl ": "as above",
+    "ssh ": "another machine",
 }
 OUTLINES = {"ARCHITECTURE.md": "the loop of rounds.py in outline: its names are not there"}  # Python that is not to be run
 

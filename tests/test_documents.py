@@ -1,6 +1,7 @@
 """What the documents say is executed."""
 
 import doctest
+import itertools
 import os
 import re
 import runpy
@@ -34,7 +35,7 @@ def test_examples(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def commands(document: Path) -> list[str]:
     found = [command for block in blocks(document) if block.language == "sh" for command in block.commands]
-    return [command for command in found if command.startswith("pfedla ")]
+    return [command for command in found if command.startswith("pfedla ") and not command.startswith("pfedla watch ")]
 
 
 DOCUMENTED = [
@@ -58,8 +59,9 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
         words = ["digits" if word in KNOWN else word for word in words]
     if "--samples" in words:
         words[words.index("--samples") + 1] = "40"
-    if words[0] in ("evaluate", "export") or "--resume" in words:
-        pfedla("run", "--rounds", 1, "--out", words[1], "-q")
+    if words[0] in ("evaluate", "export", "report") or "--resume" in words:
+        for folder in itertools.takewhile(lambda word: not word.startswith("-"), words[1:]):
+            pfedla("run", "--rounds", 1, "--out", folder, "-q")
     if "--resume" in words:
         words += ["--rounds", "2"]
     elif words[0] in ("run", "compare"):
