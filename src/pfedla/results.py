@@ -22,12 +22,12 @@ from torch import Tensor
 from pfedla import __version__
 from pfedla.checkpoint import Progress, differing
 from pfedla.console import Reporter
-from pfedla.contracts import Algorithm, Params
+from pfedla.contracts import Algorithm
 from pfedla.data.federation import Outline
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_object, safe_name, write_whole
+from pfedla.files import read_object, safe_name, write_tensors, write_whole
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
@@ -132,10 +132,6 @@ def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulat
             write_tensors(target, model)
     folder.write_json(RESULT, result)  # last of the numbers: a folder with a result is complete
     draw_run(path)
-
-
-def write_tensors(path: Path, tensors: Params) -> None:
-    write_whole(path, lambda file: save_file({name: value.contiguous().clone() for name, value in tensors.items()}, file))
 
 
 def _mean(values: Tensor) -> float | None:
