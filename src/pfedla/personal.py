@@ -128,7 +128,9 @@ def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, A
 def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     if personal.experiment.data.dataset == SITES:
         raise PfedlaError("the site's data are its own: give a file or folder with --data")
-    section, federation = build_federation(personal.experiment.data, personal.experiment.seed)
+    experiment = personal.experiment
+    section, federation = build_federation(experiment.data, experiment.seed)
+    federation, _ = federation.parted(experiment.unseen_clients, experiment.seed)
     known = personal.federation
     if site := personal.site():  # it knows of its own examples only
         unchanged = site.get("digest") == digest_of(federation.train[personal.client], federation.test[personal.client])
