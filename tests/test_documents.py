@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from blocks import ROOT, TUTORIALS, blocks
 
@@ -59,9 +60,13 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
         words = ["digits" if word in KNOWN else word for word in words]
     if "--samples" in words:
         words[words.index("--samples") + 1] = "40"
-    if words[0] in ("evaluate", "export", "report") or "--resume" in words:
+    if words[0] in ("evaluate", "export", "join", "report") or "--resume" in words:
         for folder in itertools.takewhile(lambda word: not word.startswith("-"), words[1:]):
             pfedla("run", "--rounds", 1, "--out", folder, "-q")
+    if words[0] == "join":
+        x = np.random.default_rng(0).integers(0, 17, (40, 8, 8), np.uint8)  # as digits are
+        np.savez(words[words.index("--data") + 1], x=x, y=np.arange(40) % 10)
+        words += ["--rounds", "1"]
     if "--resume" in words:
         words += ["--rounds", "2"]
     elif words[0] in ("run", "compare"):

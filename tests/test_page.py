@@ -94,6 +94,16 @@ def test_a_run_that_goes_on_has_a_page(runs: list[Path], tmp_path: Path) -> None
     assert page_data([going])["runs"][0]["final"] is None
 
 
+def test_unseen_clients_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
+    assert page_data(runs)["runs"][0]["unseen"] is None
+    run = copied(runs[0], tmp_path / "unseen")
+    result = json.loads((run / "result.json").read_text())
+    means = {"accuracy_before": 0.25, "accuracy": 0.75, "accuracy_alone": 0.5}
+    result["unseen"] = {"clients": ["6", "7"], "rounds": 10, **{key: {"mean": value} for key, value in means.items()}}
+    (run / "result.json").write_text(json.dumps(result))
+    assert page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
+
+
 def test_what_is_no_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(PfedlaError, match=r"no experiment\.toml"):
         page_data([tmp_path])

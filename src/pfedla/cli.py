@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pfedla.cli_data import data_app
 from pfedla.cli_deploy import deploy_app
+from pfedla.cli_join import join
 from pfedla.cli_options import (
     Augment,
     BatchSize,
@@ -32,6 +33,7 @@ from pfedla.cli_options import (
     Quiet,
     Resume,
     Rounds,
+    Run,
     Samples,
     Setting,
     Threads,
@@ -57,6 +59,7 @@ app.add_typer(deploy_app, name="deploy")
 app.command()(reproduce)
 app.command()(report)
 app.command()(watch)
+app.command()(join)
 
 
 @app.command()
@@ -225,7 +228,6 @@ def communication(
     out_console.print(f"{total:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
 
 
-Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 Client = Annotated[str, typer.Option("--client", "-c", help="Whose personal model: 3, or its name in your own data.")]
 
 

@@ -16,6 +16,7 @@ File = Annotated[
         help="Experiment file or run folder; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False
     ),
 ]
+Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 Dataset = Annotated[
     str | None,
     typer.Option("--dataset", "-d", help="digits, fashion-mnist, emnist, cifar10, …: see `pfedla data list`; or a file.npz."),

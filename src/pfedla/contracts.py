@@ -158,6 +158,7 @@ class Algorithm(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
+    cannot_join: ClassVar[str] = "it has no rule for a client that comes after its run"  # empty: `admitted` is one
     task: Task
     training: LocalTraining
 
@@ -196,6 +197,17 @@ class Algorithm(ABC):
     @abstractmethod
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """The model this client would deploy now: parameters and statistics; `data` are its training data."""
+
+    def admitted(self, server: ServerState, seed: int) -> ServerState:
+        """A finished run's state with a place for one newcomer: the last row of all that is kept by client; leaves `server`.
+
+        What grows so moves in the newcomer's rounds, in that row alone; everything else stays (joining.py sees to it).
+        """
+        return server
+
+    def init_newcomer(self, server: ServerState) -> ClientState:
+        """A newcomer's private state before its first round; `server` has admitted it."""
+        return self.init_client()
 
     def decided(self) -> dict[str, object]:
         """What the options that are "auto" come to, for the record of a run."""

@@ -128,6 +128,7 @@ class Experiment(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # every draw comes from it: split, initialisation, cohorts, batches
     rounds: Positive = 20  # of training
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients in each round
+    unseen_clients: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the clients that join after the last round only
     evaluate_every: Positive = 1  # test all personal models after every so many rounds; always after the last
     recalibrate: Recalibrate = "unsampled"  # whose BatchNorm statistics are estimated anew before a test
     model: str = AUTO  # the network; auto: by the shape of the examples
@@ -151,12 +152,16 @@ class Experiment(_Section):
         values = self.model_dump()
         for section in ("data", "faults"):
             values[section] = {key: value for key, value in values[section].items() if value != AUTO}
+        if not self.unseen_clients:  # as in runs before there was such a key
+            del values["unseen_clients"]
         return tomli_w.dumps(values)
 
     def numbers(self) -> dict[str, Any]:
         """What the numbers of each round depend on: the values that must not change while a run goes on."""
         values = self.model_dump(exclude={"rounds": True, "checkpoint": True, "engine": {"threads"}})
         del values["uploads"]["max_failed_rounds"]
+        if not self.unseen_clients:
+            del values["unseen_clients"]
         return values
 
     def settings(self) -> Settings:
@@ -204,13 +209,18 @@ class Built(NamedTuple):
     federation: Outline  # a Federation where the data are at hand
     algorithm: Algorithm
     note: str = ""  # what a person should know about what was decided
+    unseen: Federation | None = None  # the clients that join after the last round
 
 
 def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
     check_names(experiment)
     data, federation = build_federation(experiment.data, experiment.seed, dataset)
-    return assembled(experiment.model_copy(update={"data": data}), federation)
+    seen, unseen = federation.parted(experiment.unseen_clients, experiment.seed)
+    built = assembled(experiment.model_copy(update={"data": data}), seen)
+    if unseen is not None:
+        algorithms.check_joining(built.algorithm)
+    return built._replace(unseen=unseen)
 
 
 def check_names(experiment: Experiment) -> None:

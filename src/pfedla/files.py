@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from pfedla.errors import PfedlaError, shown
 from pfedla.tree import Params
@@ -138,6 +139,10 @@ def write_whole(path: Path, write: Callable[[Path], object], *, to_disk: bool = 
     temporary.replace(path)
     if to_disk:
         _to_disk(path.parent)
+
+
+def write_tensors(path: Path, tensors: Params) -> None:
+    write_whole(path, lambda file: save_file({name: value.contiguous().clone() for name, value in tensors.items()}, file))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -89,8 +89,8 @@ def _position(client: str, names: tuple[str, ...]) -> int:
     raise unknown("client", client, names)
 
 
-def load_personal(run: Path, client: str) -> PersonalModel:
-    """The personal model of one client; names, shapes and finiteness are checked against the run's model."""
+def read_run(run: Path) -> tuple[Experiment, FederationFile]:
+    """What a finished run was made of, as its folder has it."""
     for name in ("experiment.toml", "federation.json", "result.json"):
         if not (run / name).exists():
             inside = sorted(path.parent.name for path in run.glob("*/result.json"))
@@ -102,7 +102,12 @@ def load_personal(run: Path, client: str) -> PersonalModel:
         problem = error.errors()[0]
         where = "".join(f"{part}: " for part in problem["loc"])
         raise PfedlaError(f"{run / 'federation.json'} is damaged: {where}{problem['msg']}") from None
-    experiment = Experiment.parse(read_toml(run / "experiment.toml"))
+    return Experiment.parse(read_toml(run / "experiment.toml")), federation
+
+
+def load_personal(run: Path, client: str) -> PersonalModel:
+    """The personal model of one client; names, shapes and finiteness are checked against the run's model."""
+    experiment, federation = read_run(run)
     position = _position(client, federation.clients)
     model = experiment.model, federation.shape, len(federation.classes)
     # Two strange files must agree on the sizes before anything of that size is made.
@@ -123,7 +128,9 @@ def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, A
 def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     if personal.experiment.data.dataset == SITES:
         raise PfedlaError("the site's data are its own: give a file or folder with --data")
-    section, federation = build_federation(personal.experiment.data, personal.experiment.seed)
+    experiment = personal.experiment
+    section, federation = build_federation(experiment.data, experiment.seed)
+    federation, _ = federation.parted(experiment.unseen_clients, experiment.seed)
     known = personal.federation
     if site := personal.site():  # it knows of its own examples only
         unchanged = site.get("digest") == digest_of(federation.train[personal.client], federation.test[personal.client])

@@ -29,6 +29,11 @@ class _Accuracies(_Part):
     accuracy_after_training: _Summary
 
 
+class _Unseen(_Accuracies):
+    accuracy_before: _Summary
+    accuracy_alone: _Summary
+
+
 class _Traffic(_Part):
     down_bytes: Count
     up_bytes: Count
@@ -54,6 +59,7 @@ class _Result(_Accuracies):
     faults: dict[str, Any]
     attackers: list[Any] = []
     honest: _Accuracies | None = None
+    unseen: _Unseen | None = None
 
 
 class _Honest(_Part):

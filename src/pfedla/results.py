@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pfedla import __version__
 from pfedla.checkpoint import Progress, differing
 from pfedla.console import Reporter
-from pfedla.contracts import Algorithm, Params
+from pfedla.contracts import Algorithm
 from pfedla.data.federation import Outline
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_object, safe_name, write_whole
+from pfedla.files import read_object, safe_name, write_tensors
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
 from pfedla.run_folder import RESULT, RunFolder
 from pfedla.simulation import RunningEngine, Simulation, simulate_method
+from pfedla.unseen import join_unseen
 from pfedla.uploads import count_failures
 
 RUNS = Path("runs")
@@ -130,10 +130,6 @@ def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulat
     draw_run(path)
 
 
-def write_tensors(path: Path, tensors: Params) -> None:
-    write_whole(path, lambda file: save_file({name: value.contiguous().clone() for name, value in tensors.items()}, file))
-
-
 def _mean(values: Tensor) -> float | None:
     """None where there is nothing finite to report: JSON has no NaN."""
     mean = values.mean().item() if len(values) else math.nan
@@ -208,18 +204,24 @@ def run_built(
             if not drawn.exists() or drawn.stat().st_mtime < (folder.path / RESULT).stat().st_mtime:
                 draw_run(folder.path)  # it was stopped after its numbers and before its pictures
             return result
-        describe_in(folder, built.federation)
+        describe_in(folder, built.federation, built.unseen)
         simulation = simulate_method(
             built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder, engine=engine
         )
         result = result_of(built, simulation, honest)
+        if built.unseen is not None:
+            rounds, accuracies = join_unseen(built, folder)
+            parts = {key: summary(values) for key, values in accuracies.items()}
+            result["unseen"] = {"clients": built.unseen.names, "rounds": rounds, **parts}
         write_results(folder, result, simulation)
         return result
 
 
-def describe_in(folder: RunFolder, federation: Outline) -> None:
+def describe_in(folder: RunFolder, federation: Outline, unseen: Outline | None = None) -> None:
     """Write down what the run is made of and runs on; of one that goes on, refuse other data and name another machine."""
     made_of, runs_on = describe(federation), environment()
+    if unseen is not None:
+        made_of["unseen"] = unseen.names
     if folder.reopened and (folder.path / "federation.json").exists():
         before = read_object(folder.path / "federation.json").get("fingerprint")
         if before and made_of["fingerprint"] and before != made_of["fingerprint"]:  # a server may not know it

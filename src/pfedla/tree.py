@@ -39,6 +39,23 @@ def copies(tree: Params, count: int) -> Params:
     return {name: value.clone() for name, value in repeat(tree, count).items()}
 
 
+def with_row(stacked: Params, row: Params) -> Params:
+    """The same and one more row, the last; a copy."""
+    return {name: torch.cat([value, row[name].unsqueeze(0)]) for name, value in stacked.items()}
+
+
+def with_mean_row(stacked: Params) -> Params:
+    """The last row is the plain mean of the others: what stands for a client that has no model yet."""
+    return with_row(stacked, {name: value.mean(0) for name, value in stacked.items()})
+
+
+def into_corner_(larger: Params, smaller: Params) -> Params:
+    """Write tensors into larger ones of the same names, where all indices begin."""
+    for name, value in smaller.items():
+        larger[name][tuple(map(slice, value.shape))] = value
+    return larger
+
+
 def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     """Mean over the client axis; `weights` need not sum to one. Integers are counters: the largest is taken, never a mean."""
     share = weights / weights.sum()

@@ -24,7 +24,7 @@ from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
 from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.contracts import Algorithm, LocalTraining, Task
-from pfedla.errors import PfedlaError, shown, unknown
+from pfedla.errors import NotApplicableError, PfedlaError, shown, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
@@ -61,6 +61,13 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
         if problem["type"] == "extra_forbidden":
             raise unknown(f"option of {name}", option, model.model_fields) from None
         raise PfedlaError(f"algorithm.{option} = {shown(options[option])}: {problem['msg'].lower()}") from None
+
+
+def check_joining(method: Algorithm) -> None:
+    """Refuse a method that cannot take in a client after its run."""
+    if method.cannot_join:
+        able = ", ".join(name for name, kind in ALGORITHMS.items() if not kind.cannot_join)
+        raise NotApplicableError(f"no client can join a run of {method.name}: {method.cannot_join}; it can with: {able}")
 
 
 def create(name: str, task: Task, training: LocalTraining, options: Mapping[str, object] | None = None) -> Algorithm:

@@ -26,6 +26,7 @@ from pfedla.tree import repeat, weighted_mean
 class FedAvg(Algorithm):
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "one global model, the weighted mean of all"
+    cannot_join: ClassVar[str] = ""
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"model": self.task.initial()}

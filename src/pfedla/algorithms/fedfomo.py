@@ -16,7 +16,7 @@ from pfedla.algorithms.bounds import Natural
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.seeds import generator
 from pfedla.training import evaluate, sgd
-from pfedla.tree import copies, put_, take
+from pfedla.tree import copies, into_corner_, put_, take
 
 PREFIX = "candidate/"
 
@@ -26,6 +26,7 @@ class FedFomo(Algorithm):
     name: ClassVar[str] = "fedfomo"
     summary: ClassVar[str] = "the own model and a few others', mixed by their held-out loss"
     personalizes_on_data: ClassVar[bool] = True
+    cannot_join: ClassVar[str] = ""
 
     candidates: Natural = 5  # M: other clients' models sent to each client, at most all
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.3  # share of the candidates chosen at random, in the first round
@@ -42,6 +43,10 @@ class FedFomo(Algorithm):
             "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # everyone's last trained
             "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # P[i, n]: how much n has helped i so far
         }
+
+    def admitted(self, server: ServerState, seed: int) -> ServerState:
+        fresh = self.init_server(len(server["affinity"]["affinity"]) + 1, seed)
+        return {group: into_corner_(fresh[group], part) for group, part in server.items()}
 
     def _choices(self, server: ServerState, cohort: Cohort) -> Tensor:
         """[cohort, M] ids of the models each client is sent: a slot is drawn with probability ε, else filled by affinity."""

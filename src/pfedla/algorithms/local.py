@@ -13,6 +13,7 @@ from pfedla.training import sgd
 class Local(Algorithm):
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "each client trains alone"
+    cannot_join: ClassVar[str] = "it shares nothing, there is nothing to join"
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {}

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,12 +10,14 @@ from torch import Tensor
 from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
 from pfedla.layers import inner_products, mix
 from pfedla.training import sgd
-from pfedla.tree import copies, put_, repeat, take, weighted_mean
+from pfedla.tree import copies, put_, repeat, take, weighted_mean, with_mean_row
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialFedAvg(Algorithm):
     """A method says which layers are private and, if it differs, how a client trains."""
+
+    cannot_join: ClassVar[str] = ""  # a newcomer trains what is private
 
     @abstractmethod
     def private_layers(self) -> list[int]: ...
@@ -88,6 +91,9 @@ class KeepsAllModels(SendsParameters):
         for name, value in models.items():
             squares[:, layers.index[name]] += value.square().sum(1)
         return inner_products(take(models, ids), models, layers, ids), squares
+
+    def admitted(self, server: ServerState, seed: int) -> ServerState:
+        return {"models": with_mean_row(server["models"])}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}

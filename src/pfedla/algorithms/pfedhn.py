@@ -20,7 +20,7 @@ from pfedla.algorithms.partial import SendsParameters
 from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
 from pfedla.errors import check_affordable
 from pfedla.seeds import generator
-from pfedla.tree import by_blocks, take
+from pfedla.tree import by_blocks, take, with_mean_row
 
 EMBEDDING = "embedding"
 
@@ -74,6 +74,12 @@ class PFedHN(SendsParameters):
             network |= self._linear(f"head.{name}", self.hidden_size, value.numel(), draws)
         still = {name: torch.zeros_like(value) for name, value in {**embeddings, **network}.items()}
         return {"embeddings": embeddings, "network": network, "momentum": still}
+
+    def admitted(self, server: ServerState, seed: int) -> ServerState:
+        # A newcomer starts in the middle of the others and moves alone: the paper, too, keeps φ for a novel client.
+        embeddings = with_mean_row(server["embeddings"])
+        still = torch.cat([server["momentum"][EMBEDDING], torch.zeros_like(embeddings[EMBEDDING][:1])])
+        return {"embeddings": embeddings, "network": server["network"], "momentum": server["momentum"] | {EMBEDDING: still}}
 
     def _generate(self, network: Params, embedding: Tensor, like: Params) -> Params:
         """One client's weights: a trunk with ReLU between its layers, one linear head per tensor, no output activation."""

@@ -26,7 +26,7 @@ from pfedla.hypernetworks import (
 from pfedla.layers import choose, mix, mix_few
 from pfedla.seeds import generator
 from pfedla.training import sgd
-from pfedla.tree import copies, finite_rows, put_, take
+from pfedla.tree import copies, finite_rows, into_corner_, put_, take, with_mean_row
 
 HOLD_OUT, WISH = "hold-out", "wish."
 CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
@@ -46,6 +46,7 @@ PACES = {"held-out": Pace(5, 10), "paper": Pace(0, "all")}
 class PFedLA(Algorithm):
     name: ClassVar[str] = "pfedla"
     summary: ClassVar[str] = "per layer, a learned mix of all clients' models"
+    cannot_join: ClassVar[str] = ""
 
     retained_layers: Natural = 0  # HeurpFedLA's k: layers of largest self-weight, kept at home
     weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
@@ -95,6 +96,16 @@ class PFedLA(Algorithm):
             "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # Θ: everyone's last trained
             "hypernetworks": self._hypernetwork(num_clients).init(num_clients, generator(seed, "hypernetwork")),
             "progress": {"uploads": torch.zeros((), dtype=torch.int64)},
+        }
+
+    def admitted(self, server: ServerState, seed: int) -> ServerState:
+        """A hypernetwork as everyone's was at the start; the newcomer's weights are learned in each of its rounds."""
+        count = _num_clients(server) + 1
+        fresh = self._hypernetwork(count).init(count, generator(seed, "hypernetwork"))
+        return {
+            "models": with_mean_row(server["models"]),
+            "hypernetworks": into_corner_(fresh, server["hypernetworks"]),
+            "progress": {"uploads": torch.tensor(self.pace.warm_up * count)},
         }
 
     def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
@@ -214,6 +225,10 @@ class PFedLA(Algorithm):
     def init_client(self) -> ClientState:
         initial = self.task.initial()
         return initial if self.retained_layers else self.task.layers.only_statistics(initial)
+
+    def init_newcomer(self, server: ServerState) -> ClientState:
+        own = take(server["models"], _num_clients(server) - 1)  # where it retains layers, it starts with the server's
+        return {name: own.get(name, value) for name, value in self.init_client().items()}
 
     def _start(self, client: ClientState, download: Payload) -> Params:
         statistics = self.task.layers.only_statistics(client)

@@ -12,7 +12,7 @@ from pfedla.data.own import Array, Dataset, dataset_of
 from pfedla.data.partition import leaked_share, split_of
 from pfedla.data.recipe import Recipe, recipe_of
 from pfedla.errors import PfedlaError
-from pfedla.seeds import numpy_generator
+from pfedla.seeds import generator, numpy_generator
 
 
 class Examples(NamedTuple):
@@ -92,6 +92,23 @@ class Federation(Outline):
     def __repr__(self) -> str:
         sizes = self.num_examples
         return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
+
+    def only(self, clients: Sequence[int]) -> "Federation":
+        """Some of the clients, under their names."""
+        train, test = ([part[client] for client in clients] for part in (self.train, self.test))
+        names = tuple(self.names[client] for client in clients)
+        return Federation(train, test, self.classes, self.mean, self.std, names, self.leaked_share, self.subset)
+
+    def parted(self, unseen: float, seed: int) -> tuple["Federation", "Federation | None"]:
+        """Those who take part in a run, and the share of the clients that does not: at least one and never all."""
+        if not unseen:
+            return self, None
+        if len(self) < 2:
+            raise PfedlaError(f"unseen_clients = {unseen}: of a single client none can stay away")
+        count = min(len(self) - 1, max(1, int(unseen * len(self) + 0.5)))
+        order = torch.randperm(len(self), generator=generator(seed, "unseen"))
+        away, here = (part.sort().values.tolist() for part in (order[:count], order[count:]))
+        return self.only(here), self.only(away)
 
     def fingerprint(self) -> str:
         return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))

@@ -76,6 +76,8 @@ class Plan(NamedTuple):
         experiment = self.experiment
         if experiment.faults.active():
             raise PfedlaError("[faults] makes simulated clients fail on purpose; leave it out of a deployment")
+        if experiment.unseen_clients:
+            raise PfedlaError("unseen_clients keeps simulated clients out of a run; leave it out of a deployment")
         if experiment.checkpoint.rounds != 1:
             raise PfedlaError(
                 "a deployment is saved after every round, or sites could not go back: leave checkpoint.rounds at 1"

@@ -26,11 +26,10 @@ from pfedla.engines.client import Client, moved
 from pfedla.engines.clients import usable_device
 from pfedla.errors import PfedlaError
 from pfedla.experiment import SITES
-from pfedla.files import read_object, read_tensors, write_text, write_whole
+from pfedla.files import read_object, read_tensors, write_tensors, write_text, write_whole
 from pfedla.flower.codec import CONFIG, METRICS, decoded_download, encoded_answer
 from pfedla.flower.plan import Plan
 from pfedla.flower.site_data import own_examples, part_examples
-from pfedla.results import write_tensors
 
 KEPT = 3
 

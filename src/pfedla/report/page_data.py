@@ -83,6 +83,7 @@ def run_data(run: Path, weights: int) -> dict[str, Any]:
             "final": _final(result, lines),
             "curve": [_point(line) for line in _thinned(lines, PAGE_LINES)],
             "clients": _clients(result, federation),
+            "unseen": _unseen(result),
             "fingerprint": federation.get("fingerprint", ""),
             "federation": _federation(federation),
             "alpha": _alpha(run, federation, weights),
@@ -175,6 +176,15 @@ def _clients(result: dict[str, Any] | None, federation: dict[str, Any]) -> list[
          "attacks": client in result.get("attackers", [])}
         for client, (name, accuracy, after, counts) in enumerate(zip(*columns, strict=True))
     ]  # fmt: skip
+
+
+def _unseen(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Clients that joined after the run: how many, and their mean accuracies."""
+    if result is None or "unseen" not in result:
+        return None
+    part = result["unseen"]
+    keys = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
+    return {"clients": len(part["clients"]), **{name: part[key]["mean"] for name, key in keys.items()}}
 
 
 def _federation(federation: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 MIB = 2**20
 COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
+UNSEEN_COLUMNS = ("unseen %", "unseen alone %")  # of clients that joined after the run
 
 
 @dataclass
@@ -21,9 +22,11 @@ class Row:
     reason: str = ""
     gave_up: bool = False
 
-    def cells(self) -> list[str]:
+    def cells(self, columns: Sequence[str] = COLUMNS) -> list[str]:
         if not self.results:
-            return ["–"] * len(COLUMNS)
+            return ["–"] * len(columns)
+        keys = ("accuracy", "accuracy_alone") if len(columns) > len(COLUMNS) else ()
+        unseen = [_spread([result["unseen"][key]["mean"] for result in self.results if "unseen" in result]) for key in keys]
         return [
             _spread([counted(result)["accuracy"]["mean"] for result in self.results]),
             _spread([counted(result)["accuracy_after_training"]["mean"] for result in self.results]),
@@ -31,7 +34,12 @@ class Row:
             f"{statistics.mean(result['traffic']['down_bytes'] for result in self.results) / MIB:.2f}",
             f"{statistics.mean(result['traffic']['up_bytes'] for result in self.results) / MIB:.2f}",
             f"{statistics.mean(result['seconds']['total'] for result in self.results):.1f}",
+            *unseen,
         ]
+
+
+def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    return COLUMNS + (UNSEEN_COLUMNS if any("unseen" in result for row in rows for result in row.results) else ())
 
 
 def _spread(fractions: list[float | None]) -> str:
@@ -44,8 +52,9 @@ def _spread(fractions: list[float | None]) -> str:
 
 
 def comparison_markdown(rows: list[Row]) -> str:
-    lines = [["algorithm", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
-    lines += [[row.algorithm, *row.cells()] for row in rows]
+    columns = _columns(rows)
+    lines = [["algorithm", *columns], ["---", *["---:"] * len(columns)]]
+    lines += [[row.algorithm, *row.cells(columns)] for row in rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
     return table + "".join(f"\n{line}\n" for line in warnings([result for row in rows for result in row.results]))
 
@@ -53,10 +62,11 @@ def comparison_markdown(rows: list[Row]) -> str:
 def comparison_table(rows: list[Row]) -> Table:
     table = Table("algorithm", caption_justify="left")
     table.columns[0].no_wrap = True
-    for heading in COLUMNS:
+    columns = _columns(rows)
+    for heading in columns:
         table.add_column(heading, justify="right", min_width=10 if heading.endswith("%") else None)
     for row in rows:
-        table.add_row(row.algorithm, *row.cells())
+        table.add_row(row.algorithm, *row.cells(columns))
     table.caption = "\n".join(f"– {row.algorithm}: {row.reason}" for row in rows if row.reason) or None
     return table
 
@@ -121,10 +131,48 @@ def result_table(result: dict[str, Any]) -> Table:
     table.add_column("test accuracy, last round")
     for heading in ("mean", "std", "lowest tenth", "worst"):
         table.add_column(heading, justify="right")
-    for label, key in (("personal models", "accuracy"), ("after local training", "accuracy_after_training")):
-        numbers = [counted(result)[key][part] for part in ("mean", "std", "p10", "worst")]
-        table.add_row(label, *("–" if number is None else f"{100 * number:.1f} %" for number in numbers))
+    rows = [("personal models", counted(result)["accuracy"])]
+    rows += [("after local training", counted(result)["accuracy_after_training"])]
+    if unseen := result.get("unseen"):
+        many = f"{len(unseen['clients'])} unseen"
+        rows += [(f"{many}, as they join", unseen["accuracy_before"]), (f"{many}, joined", unseen["accuracy"])]
+        rows += [(f"{many}, after local training", unseen["accuracy_after_training"])]
+        rows += [(f"{many}, had they trained alone", unseen["accuracy_alone"])]
+    for label, numbers in rows:
+        table.add_row(label, *(_percent(numbers[part]) for part in ("mean", "std", "p10", "worst")))
     return table
+
+
+def _percent(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def joined_table(result: Mapping[str, Any]) -> Table:
+    """A newcomer's accuracies."""
+    title = f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients"
+    table = Table(title=title, title_justify="left")
+    table.add_column("test accuracy of the newcomer")
+    table.add_column("", justify="right")
+    labels = {
+        "before": "personal model, as it joins",
+        "after": f"personal model, after {result['rounds']} rounds",
+        "after_training": "after its last local training",
+        "alone": f"had it trained alone for {result['rounds_alone']} rounds",
+    }
+    for key, label in labels.items():
+        table.add_row(label, _percent(result["accuracy"][key]))
+    return table
+
+
+def borrowed_lines(result: Mapping[str, Any]) -> list[str]:
+    """Per layer the newcomer's self-weight, and from whom it takes most; nothing for a method without alpha."""
+    lines = []
+    for layer, row in result.get("alpha", {}).items():
+        *others, own = row
+        most = sorted(range(len(others)), key=lambda sender: -others[sender])[:3]
+        senders = ", ".join(f"client {sender} {others[sender]:.2f}" for sender in most)
+        lines.append(f"{layer}: its own {own:.2f}; most from {senders}")
+    return lines
 
 
 def traffic_line(traffic: dict[str, int]) -> str:

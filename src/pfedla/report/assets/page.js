@@ -51,6 +51,7 @@ function clientsSection(data) {
     for (const run of local ? group.filter((one) => one !== local && one.seed === local.seed) : []) parts.push(...gains(run, local, data.runs.indexOf(run)));
   }
   if (!runs.some((run) => run.algorithm === "local")) parts.push(el("p", { class: "note" }, "With a run of Local on the same federation beside it, this section shows who gains by taking part: pfedla report RUN LOCAL-RUN."));
+  for (const run of runs.filter((one) => one.unseen)) parts.push(el("p", {}, `${run.name}: ${run.unseen.clients} unseen clients joined after the run. Mean accuracy as they joined ${percent(run.unseen.before)}, joined ${percent(run.unseen.joined)}, had they trained alone ${percent(run.unseen.alone)}.`));
   parts.push(el("p", {}, download("clients.csv", () => [["run", "client", "accuracy", "accuracy_after_training", "training_examples"],
     ...runs.flatMap((run) => run.clients.map((client) => [run.name, client.name, client.accuracy, client.after, client.examples]))])));
   return parts;
