@@ -117,15 +117,21 @@ def registries() -> Iterator[None]:
         registry.update(before)
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "whole"])
+COMPARING = [path for path in TUTORIALS if "pfedla compare" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(
+    ("tutorial", "whole"),
+    [
+        *(pytest.param(path, False, id=path.stem) for path in TUTORIALS),
+        *(pytest.param(path, True, id=f"{path.stem}-whole", marks=pytest.mark.slow) for path in COMPARING),
+    ],
+)
 def test_tutorials(pfedla, registries, tutorial: Path, whole: bool, tmp_path: Path) -> None:
     """From top to bottom, as they stand, in an empty folder; comparisons, which nothing builds upon, with the slow tests."""
     namespace = {"__name__": "tutorial"}
     text = tutorial.read_text(encoding="utf-8")
     played = re.findall(r"^```(python|sh)\n(.*?)^```", text, re.S | re.M)
-    if whole and "pfedla compare" not in text:
-        pytest.skip("the quick test plays all of it")
     for language, block in played:
         if language == "python":
             exec(compile(block, tutorial.name, "exec"), namespace)
