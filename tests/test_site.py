@@ -174,9 +174,15 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
     fill = script(ROOT / "benchmarks" / "fill_docs.py", monkeypatch)
     page = fill.CHOOSING_PAGE.read_text(encoding="utf-8")
     assert fill.choosing_table() in page, "python benchmarks/fill_docs.py writes it anew"
+    # The sentences of "By situation" and the FAQ.
+    hard, mixed = (accuracies(table, "CIFAR-10, 10 clients") for table in ("table1", "table2"))
+    assert hard["FedAvg"] < hard["Local"] - 5
+    assert 60 < hard["Local"] < 70
+    assert min(hard[name] for name in ("FedRep", "pFedLA", "HeurpFedLA")) > hard["Local"] + 3
+    assert max(mixed.values()) - mixed["pFedLA"] < 1
+    assert mixed["Local"] < mixed["pFedLA"] - 2
     for name in ("EMNIST", "Fashion-MNIST"):
         alone, shared = (accuracies(table, f"{name}, 10 clients") for table in ("table1", "table2"))
-        # The sentences of "By situation", "What was measured" and the FAQ.
         assert max(alone, key=alone.get) == "Local"
         assert alone["FedAvg"] < alone["Local"] - 5
         first = max(shared, key=shared.get)
