@@ -18,9 +18,9 @@ ROOT = HERE.parent
 PAGE = ROOT / "docs" / "performance.md"
 RULE_PAGE = ROOT / "docs" / "algorithms" / "pfedla.md"
 README_COLUMNS = {
-    "EMNIST, four classes each": ("table1", "EMNIST"),
-    "EMNIST, two prevail": ("table2", "EMNIST"),
-    "Fashion-MNIST, two prevail": ("table2", "Fashion-MNIST"),
+    f"{data}, {split}": (table, data)
+    for data in ("Fashion-MNIST", "CIFAR-10")
+    for table, split in (("table1", "four classes each"), ("table2", "two prevail"))
 }
 README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
 TUNING_PAGE = ROOT / "docs" / "reproduction.md"

@@ -37,6 +37,7 @@ from pfedla.cli_options import (
     Samples,
     Setting,
     Threads,
+    Track,
     out_console,
     whole_numbers,
     words_of,
@@ -71,8 +72,8 @@ def run(
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None,
     seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
     engine: Engine = None, threads: Threads = None, device: Device = None, compile: Compile = None,
-    out: Out = None, resume: Resume = False,
-    checkpoint_rounds: CheckpointRounds = None, setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
+    out: Out = None, resume: Resume = False, checkpoint_rounds: CheckpointRounds = None, track: Track = "",
+    setting: Setting = None, quiet: Quiet = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train one algorithm on a federation; leaves a run folder with numbers, personal models and pictures.
 
@@ -86,7 +87,9 @@ def run(
     from pfedla.options import gather
     from pfedla.results import RUNS, folder_name, last_numbered, numbered, run_built
     from pfedla.run_folder import RunFolder
+    from pfedla.trackers import chosen
 
+    trackers = chosen(words_of(track))
     built = build(Experiment.parse(gather(given)))
     named = RUNS / folder_name(built.experiment)
     if resume and out is None:
@@ -98,7 +101,7 @@ def run(
     ):
         folder.stopping = interruption.wanted
         reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
-        result = run_built(built, folder, reporter)
+        result = run_built(built, folder, reporter, track=trackers)
     if as_json:
         print(json.dumps({"run": str(folder.path), **result}))
     elif not quiet:
@@ -125,7 +128,7 @@ def compare(
     participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
     batch_size: BatchSize = None, augment: Augment = None, model: Model = None, engine: Engine = None, threads: Threads = None,
     device: Device = None, compile: Compile = None, out: Out = None, resume: Resume = False,
-    checkpoint_rounds: CheckpointRounds = None,
+    checkpoint_rounds: CheckpointRounds = None, track: Track = "",
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."),
@@ -143,7 +146,9 @@ def compare(
     from pfedla.console import Reporter
     from pfedla.options import gather
     from pfedla.report.tables import comparison_table, failures_lines, warnings
+    from pfedla.trackers import chosen
 
+    trackers = chosen(words_of(track))
     values = gather(given, spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else words_of(algorithms)
     numbers = whole_numbers("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
@@ -152,7 +157,7 @@ def compare(
         Interruption(quiet or as_json) as interruption,
         Reporter(planned.total_rounds, quiet or as_json, planned.folder) as reporter,
     ):
-        rows = compare_all(planned, reporter, resume=resume, stopping=interruption.wanted)
+        rows = compare_all(planned, reporter, resume=resume, stopping=interruption.wanted, track=trackers)
     if as_json:
         print((planned.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not quiet:

@@ -72,6 +72,12 @@ Setting = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),
 ]
+Track = Annotated[
+    str,
+    typer.Option(
+        help="Also tell experiment trackers, separated by commas: tensorboard, mlflow, wandb; each an extra to install."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
 

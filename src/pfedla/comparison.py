@@ -1,7 +1,7 @@
 """Several algorithms on the same federation and seeds, in one table."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,9 @@ def plan(
 
 
 def compare(
-    planned: Plan, reporter: Reporter | None = None, *, resume: bool = False, stopping: Callable[[], bool] = lambda: False
-) -> list[Row]:
+    planned: Plan, reporter: Reporter | None = None, *, resume: bool = False, stopping: Callable[[], bool] = lambda: False,
+    track: Sequence[str] = (),
+) -> list[Row]:  # fmt: skip
     """Run every algorithm on every seed; leaves a folder with their runs, one table and one picture.
 
     With `resume`, runs that are finished in the folder are taken as they are and one that is not goes on.
@@ -92,7 +93,7 @@ def compare(
         folder = RunFolder(root / f"{name}-s{seed}", resume=resume)
         folder.stopping = stopping
         try:
-            rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter))
+            rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter, track=track))
         except GaveUpError as error:  # the others are worth having all the same
             reporter.say(str(error))
             rows[name].reason = f"seed {seed}: {error}"

@@ -31,6 +31,7 @@ from pfedla.report.tables import MIB
 from pfedla.rounds import Round
 from pfedla.run_folder import RESULT, RunFolder
 from pfedla.simulation import RunningEngine, Simulation, simulate_method
+from pfedla.trackers import Tracking, chosen
 from pfedla.unseen import join_unseen
 from pfedla.uploads import count_failures
 
@@ -168,11 +169,12 @@ def describe(federation: Outline) -> dict[str, Any]:
 
 
 def run_built(
-    built: Built, folder: RunFolder, reporter: Reporter | None = None, engine: RunningEngine | None = None
-) -> dict[str, Any]:
+    built: Built, folder: RunFolder, reporter: Reporter | None = None, engine: RunningEngine | None = None,
+    track: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Play a built experiment in its folder, from the start or from where it stands; returns what result.json holds.
 
-    The clients live in the engine that the experiment names, unless another is given.
+    The clients live in the engine that the experiment names, unless another is given; `track` names trackers to tell.
     """
     experiment = built.experiment
     reporter = reporter or Reporter(experiment.rounds, quiet=True)
@@ -186,25 +188,32 @@ def run_built(
     def restored(progress: Progress) -> None:
         reporter.skip(progress.round)
         failures.update({client: dict(reasons) for client, reasons in progress.failures.items()})
+        tracking.begin()
 
     def record(played: Round) -> None:
         count_failures(failures, played.failures)
         if played.evaluation is not None:
-            folder.add_line(line_of(played, layers, honest, failures))
+            line = line_of(played, layers, honest, failures)
+            folder.add_line(line)
+            tracking.tell(line)
         reporter.on_round(played)
 
     folder.say, folder.on_restored = reporter.say, restored
     if built.note:
         reporter.say(built.note)
-    with folder, disk_named(folder):
+    with folder, disk_named(folder), Tracking(track, folder.path, reporter.say) as tracking:
         if (result := folder.begin(experiment)) is not None:
             reporter.skip(experiment.rounds)
             reporter.say(f"{folder.path} is finished: {experiment.rounds} rounds; more --rounds would extend it")
             drawn = folder.path / "learning_curve.png"
             if not drawn.exists() or drawn.stat().st_mtime < (folder.path / RESULT).stat().st_mtime:
                 draw_run(folder.path)  # it was stopped after its numbers and before its pictures
+            tracking.begin()
+            tracking.result = result
             return result
         describe_in(folder, built.federation, built.unseen)
+        if not folder.reopened:
+            tracking.begin()
         simulation = simulate_method(
             built.federation, built.algorithm, experiment.settings(), on_round=record, keeper=folder, engine=engine
         )
@@ -214,6 +223,7 @@ def run_built(
             parts = {key: summary(values) for key, values in accuracies.items()}
             result["unseen"] = {"clients": built.unseen.names, "rounds": rounds, **parts}
         write_results(folder, result, simulation)
+        tracking.result = result
         return result
 
 
@@ -272,9 +282,12 @@ def _candidates(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
-def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False) -> Path:
-    """Run an experiment; returns its run folder. With `resume` it goes on in `out`, if the run is there already."""
-    built = build(experiment)
+def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
+    """Run an experiment; returns its run folder. With `resume` it goes on in `out`, if the run is there already.
+
+    `track` names experiment trackers to be told of every round: tensorboard, mlflow, wandb.
+    """
+    trackers, built = chosen(track), build(experiment)
     folder = RunFolder(out or numbered(RUNS / folder_name(built.experiment)), resume=resume)
-    run_built(built, folder)
+    run_built(built, folder, track=trackers)
     return folder.path
