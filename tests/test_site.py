@@ -93,15 +93,15 @@ def test_commands_in_running_text_have_these_options() -> None:
         assert not unknown, f"{document}: {command}: {unknown}"
 
 
-def test_the_options_of_the_validation_script(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["validation", "joining"])
+def test_the_options_of_scripts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
-    app.command()(script(ROOT / "benchmarks" / "validation.py", monkeypatch).main)
+    app.command()(script(ROOT / "benchmarks" / f"{name}.py", monkeypatch).main)
     for block in ALL:
         for command in block.commands:
-            if command.startswith("python benchmarks/validation.py"):
-                words = shlex.split(command)[2:]
-                trials = get_command(app).make_context("validation", words).params["trials"]
-                assert all(trial.split()[0] in ALGORITHMS for trial in trials), command
+            if command.startswith(f"python benchmarks/{name}.py"):
+                given = get_command(app).make_context(name, shlex.split(command)[2:]).params
+                assert all(trial.split()[0] in ALGORITHMS for trial in given.get("trials", [])), command
 
 
 # The blocks that are played.
