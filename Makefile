@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check bench install
+.PHONY: demo test test-slow check docs bench install
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -24,6 +24,9 @@ test: check  ## what must pass before a change lands
 
 test-slow: install  ## the longer tests: real data, convergence
 	$(BIN)/pytest -m slow
+
+docs: install  ## the site, into site/; every warning is an error
+	$(BIN)/mkdocs build --strict
 
 $(VENV)/bench-installed: $(VENV)/installed
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[bench]'

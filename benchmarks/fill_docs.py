@@ -24,6 +24,9 @@ README_COLUMNS = {
 }
 README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
 TUNING_PAGE = ROOT / "docs" / "reproduction.md"
+CHOOSING_PAGE = ROOT / "docs" / "choosing.md"
+CHOOSING = {"table1": "four classes each", "table2": "two prevail"}
+TRAFFIC_OF = "Fashion-MNIST, 10 clients, two prevail"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -109,6 +112,28 @@ def readme_table() -> str:
     return table(["", *README_COLUMNS], [[row, *cells] for row, cells in shown.items()])
 
 
+def choosing_table() -> str:
+    """Tables 1 and 2 in one, without the paper's numbers, and the traffic of one column; of several seeds the mean."""
+    header, shown, traffic = [""], dict[str, list[str]](), dict[str, str]()
+    for name, split in CHOOSING.items():
+        summary = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+        played = [cell for cell in summary["cells"] if "accuracy" in cell]  # else the method does not fit the model
+        for column in (column for column in summary["columns"] if any(cell["column"] == column for cell in played)):
+            header.append(f"{column}, {split}")
+            for row in summary["rows"]:
+                some = [cell for cell in played if (cell["row"], cell["column"]) == (row, column)]
+                shown.setdefault(row, []).append("{:.1f} ({:.1f})".format(*means(some, "accuracy", 1e2)) if some else "–")
+                if header[-1] == TRAFFIC_OF:
+                    traffic[row] = "{:.0f} / {:.0f}".format(*means(some, "traffic", 2**-20)) if some else "–"
+    return table([*header, f"MiB down / up, {TRAFFIC_OF}"], [[row, *cells, traffic[row]] for row, cells in shown.items()])
+
+
+def means(cells: list[dict[str, Any]], what: str, unit: float) -> list[float]:
+    """The mean and worst accuracy, or the bytes down and up, over seeds."""
+    keys = {"accuracy": ("mean", "worst"), "traffic": ("down_bytes", "up_bytes")}[what]
+    return [unit * statistics.mean(cell[what][key] for cell in cells) for key in keys]
+
+
 def filled(page: Path, mark: str, content: str) -> None:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
     text = page.read_text(encoding="utf-8")
@@ -126,6 +151,7 @@ def main() -> None:
         trials = (HERE / "results" / f"{mark}.jsonl").read_text(encoding="utf-8")
         filled(page, mark, trials_table([json.loads(line) for line in trials.splitlines()]))
     filled(ROOT / "README.md", "tables", readme_table())
+    filled(CHOOSING_PAGE, "choosing", choosing_table())
     for result in sorted((ROOT / "results").glob("*/table.md")):
         readme = ROOT / "experiments" / result.parent.name / "README.md"
         picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"

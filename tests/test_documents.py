@@ -1,6 +1,7 @@
 """What the documents say is executed."""
 
 import doctest
+import itertools
 import os
 import re
 import runpy
@@ -12,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blocks import ROOT, TUTORIALS, blocks
 
 import pfedla
 from pfedla import hypernetworks, layers
 from pfedla.algorithms import ALGORITHMS, options_model
 from pfedla.data.datasets import KNOWN
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("module", [layers, hypernetworks])
@@ -35,12 +35,15 @@ def test_examples(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def commands(document: Path) -> list[str]:
-    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", document.read_text(encoding="utf-8"), re.S)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("pfedla ")]
+    found = [command for block in blocks(document) if block.language == "sh" for command in block.commands]
+    return [command for command in found if command.startswith("pfedla ") and not command.startswith("pfedla watch ")]
 
 
 DOCUMENTED = [
-    (path.name, command) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] for command in commands(path)
+    (path.name, command)
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if path not in TUTORIALS  # these are played from top to bottom, in test_site.py
+    for command in commands(path)
 ]
 
 
@@ -57,8 +60,9 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
         words = ["digits" if word in KNOWN else word for word in words]
     if "--samples" in words:
         words[words.index("--samples") + 1] = "40"
-    if words[0] in ("evaluate", "export", "join") or "--resume" in words:
-        pfedla("run", "--rounds", 1, "--out", words[1], "-q")
+    if words[0] in ("evaluate", "export", "join", "report") or "--resume" in words:
+        for folder in itertools.takewhile(lambda word: not word.startswith("-"), words[1:]):
+            pfedla("run", "--rounds", 1, "--out", folder, "-q")
     if words[0] == "join":
         x = np.random.default_rng(0).integers(0, 17, (40, 8, 8), np.uint8)  # as digits are
         np.savez(words[words.index("--data") + 1], x=x, y=np.arange(40) % 10)

@@ -41,6 +41,7 @@ from pfedla.cli_options import (
     whole_numbers,
     words_of,
 )  # fmt: skip
+from pfedla.cli_report import report, watch
 from pfedla.cli_reproduce import reproduce
 from pfedla.errors import PfedlaError, Stopped
 from pfedla.interruption import EXIT_CODE, Interruption
@@ -56,6 +57,8 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.command()(reproduce)
+app.command()(report)
+app.command()(watch)
 app.command()(join)
 
 

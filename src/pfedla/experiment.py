@@ -41,16 +41,16 @@ class _Section(BaseModel):
 class DataSection(_Section):
     """[data]: which data, and how they are cut into clients."""
 
-    dataset: str = "digits"
+    dataset: str = "digits"  # a name of `pfedla data list`, or a file.npz of your own
     classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO  # only the first classes; auto: all, emnist 10, toy 9
-    partition: Partition | Auto = AUTO  # auto: the data's own clients if it names them, else classes (non-IID_1)
-    clients: Positive | Auto = AUTO  # auto: 10, or the data's own; twins and chain 8, toy 6
-    samples_per_client: Positive | Auto = AUTO  # auto: 600 as in the paper; for digits and own data all there is
-    classes_per_client: Positive | Auto = AUTO  # auto: 4; 12 with a hundred classes (classes); toy 3
-    dominant_classes: Positive | Auto = AUTO  # auto: 2; 6 with a hundred classes
-    dominant_share: Share | Auto = AUTO  # auto: 0.6
-    beta: Annotated[float, Field(gt=0, le=LARGEST_BETA, allow_inf_nan=False)] | Auto = AUTO  # auto: 0.5 (dirichlet)
-    shards_per_client: Positive | Auto = AUTO  # auto: 2
+    partition: Partition | Auto = AUTO  # how they are cut; auto: the data's own clients, else classes (non-IID_1)
+    clients: Positive | Auto = AUTO  # how many; auto: 10, or the data's own; twins and chain 8, toy 6
+    samples_per_client: Positive | Auto = AUTO  # train and test; auto: 600 as in the paper, digits and own data all
+    classes_per_client: Positive | Auto = AUTO  # classes, twins, chain; auto: 4; 12 of a hundred (classes); toy 3
+    dominant_classes: Positive | Auto = AUTO  # how many prevail (dominant); auto: 2; 6 with a hundred classes
+    dominant_share: Share | Auto = AUTO  # of a client's examples, in these classes (dominant); auto: 0.6
+    beta: Annotated[float, Field(gt=0, le=LARGEST_BETA, allow_inf_nan=False)] | Auto = AUTO  # of Dirichlet; auto: 0.5
+    shards_per_client: Positive | Auto = AUTO  # pieces of the sorted examples (shards); auto: 2
     overlapping: bool = False  # clients draw from one pool: test images of one may train another (the paper-like leak)
     test_share: Share | Auto = AUTO  # auto: 0.3, unless the data name both clients and a ready test split
 
@@ -63,9 +63,9 @@ class DataSection(_Section):
 class TrainingSection(_Section):
     """[training]: the local budget, the same for every method."""
 
-    lr: Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)] | Auto = AUTO  # auto: the paper's for the data set
-    local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 5  # every epoch's order is drawn before the first
-    batch_size: Positive = 32
+    lr: Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)] | Auto = AUTO  # of SGD; auto: the paper's for the data
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 5  # a round; every epoch's order is drawn before the first
+    batch_size: Positive = 32  # of local SGD
     augment: bool = False  # random crop and flip of the training images; the paper states none
 
 
@@ -73,15 +73,15 @@ class EngineSection(_Section):
     """[engine]: where the clients run; the results do not depend on the number of threads."""
 
     name: str = AUTO  # auto: vectorized on a GPU and for small networks without convolutions, else threaded
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one per core
-    device: str = "cpu"
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # clients trained at once; 0: one per core
+    device: str = "cpu"  # cpu, cuda, … as torch names them
     compile: Compile = AUTO  # the training step, by torch and a C++ compiler; auto: where it was measured to pay
 
 
 class UploadsSection(_Section):
     """[uploads]: what is not taken from clients, beside what is malformed or not finite."""
 
-    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = "off"  # in medians of the round's
+    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = "off"  # in medians of the round's updates
     max_failed_rounds: Positive = 5  # so many rounds in a row of which nothing can be used end the run
 
 
@@ -93,7 +93,7 @@ class FaultsSection(_Section):
     attack: Attack = "none"  # what attackers send
     attackers: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the clients, the same ones throughout
     attack_rate: Annotated[float, Field(gt=0, le=1)] = 1.0  # chance that an attacker attacks, each round
-    attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # auto: 1; 10 for scale
+    attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO  # of the update; auto: 1; 10 for scale
 
     def active(self) -> dict[str, Any]:
         """What differs from a run in which nothing goes wrong."""
@@ -115,7 +115,7 @@ class AlgorithmSection(_Section):
     """[algorithm]: its name and its own options."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-    name: str = "pfedla"
+    name: str = "pfedla"  # a name of `pfedla algorithms`
 
     @property
     def options(self) -> dict[str, Any]:
@@ -125,13 +125,13 @@ class AlgorithmSection(_Section):
 class Experiment(_Section):
     """Everything that decides the numbers of a run."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    rounds: Positive = 20
-    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # every draw comes from it: split, initialisation, cohorts, batches
+    rounds: Positive = 20  # of training
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients in each round
     unseen_clients: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the clients that join after the last round only
-    evaluate_every: Positive = 1
-    recalibrate: Recalibrate = "unsampled"
-    model: str = AUTO
+    evaluate_every: Positive = 1  # test all personal models after every so many rounds; always after the last
+    recalibrate: Recalibrate = "unsampled"  # whose BatchNorm statistics are estimated anew before a test
+    model: str = AUTO  # the network; auto: by the shape of the examples
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -127,13 +127,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """The file is there with all of its content, on the disk, or not at all; what it was before is there until then."""
+def write_whole(path: Path, write: Callable[[Path], object], *, to_disk: bool = True) -> None:
+    """The file is there with all of its content, on the disk, or not at all; what it was before is there until then.
+
+    What only somebody looks at need not wait for the disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may be at it
     write(temporary)
-    _to_disk(temporary)
+    if to_disk:
+        _to_disk(temporary)
     temporary.replace(path)
-    _to_disk(path.parent)
+    if to_disk:
+        _to_disk(path.parent)
 
 
 def write_tensors(path: Path, tensors: Params) -> None:

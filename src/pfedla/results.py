@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import math
 import os
 import platform
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pfedla import __version__
@@ -27,7 +25,7 @@ from pfedla.data.federation import Outline
 from pfedla.data.statistics import split_statistics
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Built, Experiment, build
-from pfedla.files import read_object, safe_name, write_tensors, write_whole
+from pfedla.files import read_object, safe_name, write_tensors
 from pfedla.report.figures import draw_run
 from pfedla.report.tables import MIB
 from pfedla.rounds import Round
@@ -117,10 +115,7 @@ def result_of(built: Built, simulation: Simulation, honest: Tensor) -> dict[str,
 def write_results(folder: RunFolder, result: dict[str, Any], simulation: Simulation) -> None:
     path = folder.path
     if simulation.alphas is not None:
-        # One entry of metadata only: several are written in a random order, and equal runs would differ in bytes.
-        alpha = {"alpha": simulation.alphas.contiguous(), "rounds": torch.tensor(simulation.alpha_rounds)}
-        layers = {"layers": json.dumps(simulation.layer_names)}
-        write_whole(path / "alpha.safetensors", lambda file: save_file(alpha, file, layers))
+        folder.write_alpha(simulation.alphas, simulation.alpha_rounds, simulation.layer_names)
     elif type(simulation.algorithm).alpha is not Algorithm.alpha:
         folder.say(
             f"{path}: the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it"

@@ -3,22 +3,25 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from filelock import FileLock, Timeout
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pfedla.checkpoint import Cadence, ChangedExperimentError, Checkpoints, Progress, differing
 from pfedla.contracts import Params
 from pfedla.errors import PfedlaError
 from pfedla.experiment import Experiment, read_toml
-from pfedla.files import write_text
+from pfedla.files import write_text, write_whole
 from pfedla.result_file import read_result, round_of
 
 EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
-
+SHOWN_NUMBERS = 2**20  # of alpha that are written again at every snapshot for whoever watches; more wait for the end
 
 GO_ON = "choose another folder with --out, or go on in it with --resume"
 
@@ -114,6 +117,17 @@ class RunFolder:
         self.checkpoints.save(progress, clients())
         self.cadence.saved()
         self._saved = progress.round
+
+    def show(self, progress: Progress, layers: Sequence[str]) -> None:
+        """The weights so far, for whoever watches the run."""
+        if progress.alphas and len(progress.alphas) * progress.alphas[0].numel() <= SHOWN_NUMBERS:
+            self.write_alpha(torch.stack(progress.alphas), progress.alpha_rounds, layers, to_disk=False)
+
+    def write_alpha(self, alphas: Tensor, rounds: Sequence[int], layers: Sequence[str], *, to_disk: bool = True) -> None:
+        """alpha.safetensors. One entry of metadata only: several are written in a random order, and equal runs would differ."""
+        tensors = {"alpha": alphas.contiguous(), "rounds": torch.tensor(rounds)}
+        named = {"layers": json.dumps(layers)}
+        write_whole(self.path / "alpha.safetensors", lambda file: save_file(tensors, file, named), to_disk=to_disk)
 
     def add_line(self, line: dict[str, Any]) -> None:
         with (self.path / LINES).open("a", encoding="utf-8") as file:

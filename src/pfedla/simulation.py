@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, get_args
@@ -100,6 +100,7 @@ class Keeper(Protocol):
 
     def restore(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None: ...
     def save_if_due(self, progress: Progress, clients: Callable[[], Params], *, anyway: bool) -> None: ...
+    def show(self, progress: Progress, layers: Sequence[str]) -> None: ...
     def stopping(self) -> bool: ...
 
 
@@ -229,6 +230,8 @@ def simulate_method(
                 with watch.phase("record"):
                     if played.round % interval == 0 or played.round == rounds:
                         snapshot(progress, method)
+                        if keeper is not None:
+                            keeper.show(progress, method.task.layers.names)
                     if on_round is not None:
                         on_round(played)
                 given_up = progress.failed_rounds >= settings.max_failed_rounds

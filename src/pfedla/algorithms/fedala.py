@@ -35,7 +35,7 @@ class FedALA(SendsParameters):
     weight_lr: Rate = 1.0  # η of the weights
     # Departs from the paper: it learns the weights to convergence when it first does and then for one epoch a round; under
     # vmap all clients take the same number of steps, so it is a fixed number of epochs in every round.
-    weight_epochs: Natural = 1
+    weight_epochs: Natural = 1  # over the sample, each round
 
     def check(self, num_clients: int) -> None:
         if self.adaptive_layers > len(self.task.layers):

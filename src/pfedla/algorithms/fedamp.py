@@ -27,7 +27,7 @@ class FedAMP(KeepsAllModels):
 
     sigma: Rate = 10.0  # the squared distance over which attention fades
     step_size: Rate = 1.0  # α_k, the same in every round
-    penalty: Factor = 0.1  # λ
+    penalty: Factor = 0.1  # λ; the pull towards the mix is λ/α_k
 
     def check(self, num_clients: int) -> None:
         if self.training.lr * self._pull() >= 1:

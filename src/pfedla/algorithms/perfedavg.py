@@ -29,10 +29,10 @@ class PerFedAvg(SendsParameters):
     personalizes_on_data: ClassVar[bool] = True
 
     # Not `alpha`: Algorithm.alpha are the learned weights of pFedLA.
-    inner_lr: Factor = 0.01  # α
+    inner_lr: Factor = 0.01  # α, of the step that adapts
     beta: Rate | Literal["auto"] = "auto"  # outer rate; auto: training.lr
     hessian_free: bool = False  # False: first order, the Hessian is left out
-    delta: Rate = 0.001
+    delta: Rate = 0.001  # δ, of the Hessian-free difference
     weighted: bool = False  # True: FedAvg's weights n_i in place of the paper's plain mean
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

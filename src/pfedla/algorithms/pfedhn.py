@@ -30,13 +30,13 @@ class PFedHN(SendsParameters):
     name: ClassVar[str] = "pfedhn"
     summary: ClassVar[str] = "one hypernetwork writes every client's weights"
 
-    hypernetwork_lr: Rate = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Factor = 1e-3
+    hypernetwork_lr: Rate = 0.01  # of the server's SGD
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of the server's SGD
+    weight_decay: Factor = 1e-3  # of the server's SGD
     clip: Rate = 50.0  # largest global norm of one client's gradient
-    embedding_size: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"  # int(1 + N/4)
-    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
-    hidden_layers: Annotated[int, Field(ge=0, le=100)] = 3  # after the first one
+    embedding_size: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"  # auto: int(1 + N/4) for N clients
+    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100  # of the hypernetwork
+    hidden_layers: Annotated[int, Field(ge=0, le=100)] = 3  # of the hypernetwork, after the first one
 
     def check(self, num_clients: int) -> None:
         check_affordable(f"a hypernetwork with hidden_size = {self.hidden_size}", self.hypernetwork_numbers(num_clients))

@@ -52,16 +52,16 @@ class PFedLA(Algorithm):
     weights: Literal["layer", "model"] = "layer"  # model: the same weights for all layers, to see what layers bring
     neighbours: Positive | Literal["all"] = "all"  # K: only the K largest weights are mixed
     hypernetwork: Literal["network", "compact"] = "network"  # compact: free logits, for many clients
-    # How alpha is learned. Departs from the paper: the default is a rule of ours (docs/algorithms/pfedla.md has both measured).
+    # Departs from the paper: the default is a rule of ours (docs/algorithms/pfedla.md has both measured).
     # What is "auto" is the rule's in PACES.
-    rule: Literal["held-out", "paper"] = "held-out"
+    rule: Literal["held-out", "paper"] = "held-out"  # how alpha is learned
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, in rounds that learn from it
-    warm_up: Natural | Literal["auto"] = "auto"
-    learning_rounds: Positive | Literal["all", "auto"] = "auto"
-    hypernetwork_lr: Rate = 3.0  # the paper states none
-    embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100
-    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100
-    normalise: Normalise = "softmax"
+    warm_up: Natural | Literal["auto"] = "auto"  # rounds of a client before alpha is learned; auto: 5, rule paper 0
+    learning_rounds: Positive | Literal["all", "auto"] = "auto"  # in which it is, then it stays; auto: 10, rule paper all
+    hypernetwork_lr: Rate = 3.0  # of alpha's step; the paper states none
+    embedding_size: Annotated[int, Field(ge=1, le=10_000)] = 100  # what the network form makes weights from
+    hidden_size: Annotated[int, Field(ge=1, le=10_000)] = 100  # of the network form's trunk
+    normalise: Normalise = "softmax"  # relu: the positive parts over their sum
 
     def check(self, num_clients: int) -> None:
         if self.retained_layers > len(self.task.layers):
@@ -273,4 +273,4 @@ class HeurpFedLA(PFedLA):
     name: ClassVar[str] = "heurpfedla"
     summary: ClassVar[str] = "pFedLA with the k most personal layers kept at home"
 
-    retained_layers: Natural = 1
+    retained_layers: Natural = 1  # k: layers of largest self-weight, kept at home

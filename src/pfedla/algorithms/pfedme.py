@@ -27,11 +27,11 @@ class PFedMe(SendsParameters):
     name: ClassVar[str] = "pfedme"
     summary: ClassVar[str] = "a model of one's own, held near the common one"
 
-    penalty: Rate = 15.0  # λ
-    inner_steps: Positive = 5  # K
+    penalty: Rate = 15.0  # λ: how hard θ is held near the common model
+    inner_steps: Positive = 5  # K, on each mini-batch
     eta: Rate = 0.005  # η, of the local copy of the common model
     personal_lr: Rate = 0.01  # η_p, of θ; the common training.lr is not used
-    server_mix: Rate = 1.0  # β
+    server_mix: Rate = 1.0  # β: share of the new mean in the common model
     equal_budget: bool = True  # True: as many gradient steps as the others make; False: K times as many
 
     def check(self, num_clients: int) -> None:

@@ -1,0 +1,172 @@
+// The sections of the page, made of its data.
+
+const main = document.getElementById("main");
+const several = (data) => data.runs.length > 1;
+
+function summarySection(data) {
+  const explained = el("p", { class: "note" }, "Test accuracy of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, lowest tenth and worst over the clients. After training: of the model right after local training, before it is mixed again. MiB (2^20 bytes): tensors sent, down is server to client.");
+  if (several(data)) {
+    const finals = data.runs.map((run) => run.final?.mean ?? -1), best = Math.max(...finals);
+    const rows = data.runs.map((run, position) => {
+      const end = run.final;
+      const mean = el("td", { class: finals[position] === best && best >= 0 ? "best" : "" }, end ? percent(end.mean) : "–");
+      return [run.name, mean, ...["std", "p10", "worst", "after"].map((key) => percent(end?.[key])), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
+        end?.seconds == null ? "–" : end.seconds.toFixed(1), `${run.played} of ${run.rounds}`];
+    });
+    return [table(["run", "accuracy", "std", "lowest tenth", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows, "Bold: the highest mean."), explained];
+  }
+  const [run] = data.runs, end = run.final;
+  if (!end) return [el("p", {}, "No round has been evaluated yet.")];
+  const tiles = [["accuracy", percent(end.mean), "mean of clients"], ["worst client", percent(end.worst), "accuracy"], ["lowest tenth", percent(end.p10), "accuracy"],
+    ["spread", percent(end.std), "standard deviation over clients"], ["after training", percent(end.after), "mean accuracy"],
+    ["MiB down", mebibytes(end.down), "server to clients"], ["MiB up", mebibytes(end.up), "clients to server"], ["rounds", `${run.played}`, `of ${run.rounds}`],
+    ...(end.seconds == null ? [] : [["seconds", end.seconds.toFixed(1), "all rounds"]])];
+  return [el("div", { class: "tiles" }, ...tiles.map(([name, value, unit]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, unit)))), explained];
+}
+
+const accuracyText = (value, exact) => percent(value, exact ? 2 : 0);
+
+function curvesSection(data) {
+  const line = (run, key) => run.curve.map((point) => [point.round, point[key]]);
+  const options = { label: "Accuracy over the rounds", xLabel: "round", whole: true, yText: accuracyText, xText: (round) => `round ${round}` };
+  if (several(data)) return [el("p", {}, "Personal models, mean of clients."), chart(data.runs.map((run, n) => ({ name: run.name, colour: colour(n), points: line(run, "mean") })), options)];
+  const [run] = data.runs;
+  return [chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: "lowest tenth", colour: colour(3), dash: "2 3", points: line(run, "p10") },
+    { name: "worst client", colour: colour(6), dash: "6 3", points: line(run, "worst") }, { name: "after training, mean of the cohort", colour: colour(1), points: line(run, "after") }], options)];
+}
+
+function clientsSection(data) {
+  const runs = data.runs.filter((run) => run.clients.length);
+  if (!runs.length) return [el("p", {}, "Every client's accuracy is known when the run is finished.")];
+  const parts = [];
+  const groups = [...new Set(runs.map((run) => run.fingerprint))].map((print) => runs.filter((run) => run.fingerprint === print)); // clients of other federations are others
+  for (const group of groups) {
+    const [first] = group;
+    const order = first.clients.map((_, client) => client).sort((a, b) => (first.clients[a].accuracy ?? -1) - (first.clients[b].accuracy ?? -1));
+    const names = order.map((client) => first.clients[client].name);
+    const series = group.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: order.map((client, rank) => [rank, run.clients[client].accuracy]) }));
+    parts.push(el("p", {}, `One column a client, sorted by ${first.name}. Lowest: ${order.slice(0, 3).map((client) => `client ${first.clients[client].name} (${percent(first.clients[client].accuracy)})`).join(", ")}.`),
+      chart(series, { label: "Accuracy of every client", xLabel: "client", dots: true, names: names.length <= 25 ? names : null, yText: accuracyText, xText: (rank) => `client ${names[rank]}` }));
+    const local = group.find((run) => run.algorithm === "local");
+    for (const run of local ? group.filter((one) => one !== local && one.seed === local.seed) : []) parts.push(...gains(run, local, data.runs.indexOf(run)));
+  }
+  if (!runs.some((run) => run.algorithm === "local")) parts.push(el("p", { class: "note" }, "With a run of Local on the same federation beside it, this section shows who gains by taking part: pfedla report RUN LOCAL-RUN."));
+  for (const run of runs.filter((one) => one.unseen)) parts.push(el("p", {}, `${run.name}: ${run.unseen.clients} unseen clients joined after the run. Mean accuracy as they joined ${percent(run.unseen.before)}, joined ${percent(run.unseen.joined)}, had they trained alone ${percent(run.unseen.alone)}.`));
+  parts.push(el("p", {}, download("clients.csv", () => [["run", "client", "accuracy", "accuracy_after_training", "training_examples"],
+    ...runs.flatMap((run) => run.clients.map((client) => [run.name, client.name, client.accuracy, client.after, client.examples]))])));
+  return parts;
+}
+
+function gains(run, local, position) {
+  const gained = run.clients.map((client, n) => [client.name, client.accuracy === null || local.clients[n].accuracy === null ? null : client.accuracy - local.clients[n].accuracy])
+    .filter((pair) => pair[1] !== null).sort((a, b) => a[1] - b[1]);
+  if (!gained.length) return [];
+  const points = (share) => `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)}`;
+  const winners = gained.filter((pair) => pair[1] > 0).length, losers = gained.filter((pair) => pair[1] < 0);
+  const who = losers.length ? ` Worst off: ${losers.slice(0, 3).map(([name, gain]) => `client ${name} (${points(gain)} points)`).join(", ")}.` : " Nobody loses.";
+  return [el("h3", {}, `Gain over Local: ${run.name}`),
+    el("p", {}, el("span", { class: "gain" }, `${winners} of ${gained.length} clients gain`), ...(losers.length ? [", ", el("span", { class: "loss" }, `${losers.length} lose`)] : []), `.${who}`),
+    chart([{ name: "gain", colour: colour(position), points: gained.map((pair, rank) => [rank, pair[1]]) }], { label: `Gain of every client over Local, ${run.name}`, xLabel: "client", dots: true, zero: true,
+      names: gained.length <= 25 ? gained.map((pair) => pair[0]) : null, yText: (value) => points(value), xText: (rank) => `client ${gained[rank][0]}, points over Local` })];
+}
+
+function federationSection(data) {
+  const distinct = data.runs.filter((run, n) => run.federation && data.runs.findIndex((other) => other.fingerprint === run.fingerprint) === n);
+  if (!distinct.length) return null;
+  return distinct.flatMap((run) => {
+    const { clients, classes, train, order } = run.federation, most = Math.max(1, ...train.flat());
+    const map = heatMap(clients.length, classes.length, (row, column) => (train[order[row]][column] / most) ** 2, {
+      label: "Training examples of each class: clients down, classes across", leave: hideTip, height: Math.min(420, Math.max(120, 18 * clients.length)),
+      point: (row, column, x, y) => showTip(`client ${clients[order[row]]}: ${train[order[row]][column]} training examples of class ${classes[column]}`, x, y),
+    });
+    return [distinct.length > 1 ? el("h3", {}, run.name) : null, el("p", {}, `${clients.length} clients (rows, the alike beside each other) and ${classes.length} classes (columns): training examples.`), labelled(map, order.map((client) => clients[client]), classes, ["client", "class"]), scale("0", `${most} examples`)].filter(Boolean);
+  });
+}
+
+function trafficSection(data) {
+  const rows = data.runs.filter((run) => run.final).map((run) => [run.name, mebibytes(run.final.down), mebibytes(run.final.up), mebibytes(run.final.down + run.final.up)]);
+  const series = data.runs.map((run, n) => ({ name: run.name, colour: colour(n), points: run.curve.map((point) => [point.down + point.up, point.mean]) })).filter((one) => one.points.some((point) => point[0] > 0));
+  const drawing = series.length ? [chart(series, { label: "Accuracy by what has been sent", xLabel: "MiB sent, down and up", yText: accuracyText, xText: (sent) => `${mebibytes(sent)} MiB` })] : [];
+  const retained = data.runs.filter((run) => run.final?.down && run.curve.some((point) => Object.keys(point.retained).length)).map((run) => {
+    const total = {};
+    for (const point of run.curve) for (const [layer, count] of Object.entries(point.retained)) total[layer] = (total[layer] || 0) + count;
+    return el("p", {}, `${run.name} kept layers at home, in the rounds shown: ${Object.entries(total).sort((a, b) => b[1] - a[1]).map(([layer, count]) => `${layer} ${count} times`).join(", ")}.`);
+  });
+  return [table(["run", "MiB down", "MiB up", "MiB in all"], rows), ...drawing, ...retained];
+}
+
+function timeSection(data) {
+  return data.runs.flatMap((run) => {
+    const phases = Object.entries(run.phases), total = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
+    if (!total) return [];
+    const bar = el("div", { class: "phases", "aria-hidden": "true" }, ...phases.map(([, seconds], n) => el("i", { style: `--key:${colour(n)};width:${(100 * seconds) / total}%` })));
+    const series = phases.map(([phase, seconds], n) => ({ name: `${phase} ${seconds.toFixed(1)} s (${percent(seconds / total)})`, colour: colour(n) }));
+    return [several(data) ? el("h3", {}, run.name) : null, legend(series), bar].filter(Boolean);
+  });
+}
+
+function faultsSection(data) {
+  const rows = data.runs.flatMap((run) => Object.entries(run.failures).flatMap(([client, reasons]) =>
+    Object.entries(reasons).map(([reason, times]) => [run.name, `client ${run.federation?.clients[client] ?? client}`, reason, times])));
+  if (!rows.length) return [el("p", {}, "Every client that was drawn answered, and every upload was used.")];
+  rows.sort((a, b) => b[3] - a[3]);
+  const refused = data.runs.filter((run) => run.refused !== null).map((run) => `${run.name}: ${run.refused} uploads refused`).join("; ");
+  return [el("p", {}, refused), table(["run", "client", "why it had no part", "rounds"], rows.slice(0, 50), rows.length > 50 ? `The 50 most frequent of ${rows.length}; result.json has all.` : "")];
+}
+
+function settingSection(data) {
+  const differs = data.differs.length ? [el("h3", {}, "What differs"), table(["key", ...data.runs.map((run) => run.name)], data.differs)] : [];
+  const files = data.runs.map((run) => el("details", {}, el("summary", {}, `${run.name}: experiment.toml`), el("pre", { tabindex: 0 }, run.experiment),
+    table(["environment", ""], Object.entries(run.environment))));
+  const csv = download("rounds.csv", () => [["run", "round", "accuracy_mean", "accuracy_std", "accuracy_p10", "accuracy_worst", "accuracy_after_training", "loss", "training_loss", "mib_down", "mib_up"],
+    ...data.runs.flatMap((run) => run.curve.map((p) => [run.name, p.round, p.mean, p.std, p.p10, p.worst, p.after, p.loss, p.training_loss, p.down, p.up]))]);
+  return [...differs, ...files, el("h3", {}, "The numbers"), el("p", {}, csv)];
+}
+
+const SECTIONS = [["summary", "Summary", summarySection], ["curves", "Learning curves", curvesSection], ["clients", "Clients", clientsSection],
+  ["alpha", "Who borrows from whom", alphaSection], ["self", "Self-weight", selfSection], ["federation", "Federation", federationSection],
+  ["traffic", "Traffic", trafficSection], ["time", "Time", timeSection], ["faults", "Faults", faultsSection], ["setting", "Setting and numbers", settingSection]];
+
+function render(data) {
+  const [first] = data.runs, heading = several(data) ? `${data.runs.length} runs compared` : first.name;
+  document.getElementById("title").textContent = heading;
+  document.title = `${heading} – pfedla`;
+  document.getElementById("subtitle").textContent = [...new Set(data.runs.map((run) => `${run.where}, seed ${run.seed}`))].join(" · ");
+  document.getElementById("warnings").replaceChildren(...[...new Set(data.runs.flatMap((run) => run.warnings))].map((line) => el("p", { class: "warning" }, line)));
+  const going = data.runs.filter((run) => !run.finished);
+  document.getElementById("state").textContent = going.length ? `not finished: ${going.map((run) => `${run.name}, round ${run.played} of ${run.rounds}`).join("; ")}` : "";
+  const made = SECTIONS.map(([id, title, make]) => [id, title, make(data)]).filter(([, , parts]) => parts?.length);
+  document.getElementById("sections").replaceChildren(...made.map(([id, title]) => el("a", { href: `#${id}` }, title)));
+  main.replaceChildren(...made.map(([id, title, parts]) => el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...parts)));
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  try { localStorage.setItem("pfedla-theme", name); } catch { /* a page of a file may have no storage */ }
+}
+let stored = null;
+try { stored = localStorage.getItem("pfedla-theme"); } catch { /* the same */ }
+document.documentElement.dataset.theme = stored || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+
+const data = JSON.parse(document.getElementById("data").textContent);
+render(data);
+if (data.live) {
+  let tag = data.live;
+  const ask = async () => {
+    try {
+      const answer = await fetch("data.json", { headers: { "If-None-Match": tag }, cache: "no-store" });
+      if (answer.status === 200) {
+        tag = answer.headers.get("ETag");
+        const place = scrollY, focused = document.activeElement?.id;
+        render(await answer.json());
+        if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+        scrollTo(0, place);
+      }
+    } catch {
+      document.getElementById("state").textContent = "pfedla watch does not answer any more; this is what was known last";
+    }
+    setTimeout(ask, 1500);
+  };
+  setTimeout(ask, 1500);
+}

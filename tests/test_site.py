@@ -1,0 +1,211 @@
+"""The site builds without a warning; no block of code in the documents is left to itself."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from blocks import (
+    DOCUMENTS,
+    NOT_PLAYED,
+    OUTLINES,
+    PLAYED_PYTHON,
+    ROOT,
+    TUTORIALS,
+    Block,
+    blocks,
+    inline_commands,
+    options_of,
+    parsed,
+    python_of,
+    reason_not_played,
+    subcommand,
+)
+from typer.main import get_command
+
+from pfedla.algorithms import ALGORITHMS
+from pfedla.experiment import Experiment, check_names
+from pfedla.models import MODELS
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+
+
+def script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script of the repository that is in no package."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Every block is accounted for.
+
+
+@pytest.mark.parametrize("block", ALL, ids=str)
+def test_every_block_is_played_checked_or_named(block: Block) -> None:
+    if block.language == "python":
+        assert block.document in PLAYED_PYTHON or block.document in OUTLINES, f"{block}: nothing runs it"
+    elif block.language == "toml":
+        check_names(Experiment.parse(tomllib.loads(block.text)))
+    else:
+        assert block.language in ("sh", ""), f"{block}: of no known kind; use sh, python or toml"
+        assert block.commands
+        for command in block.commands:
+            account_for(command, block)
+
+
+def account_for(command: str, block: Block) -> None:
+    reason = reason_not_played(command)
+    if command.startswith("pfedla "):
+        parsed(command)
+        # By test_documents.py, or with its tutorial.
+        played = block.language == "sh" and block.document.startswith(("README.md", "docs/"))
+        assert played or reason, f"{block}: nothing runs it: {command}"
+    elif command.startswith("make "):
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.M), f"{block}: no such target: {command}"
+    else:
+        assert reason, f"{block}: nothing runs it, and tests/blocks.py does not say why: {command}"
+
+
+def test_no_reason_stands_there_for_nothing() -> None:
+    commands = [command for block in ALL for command in block.commands if block.language in ("sh", "")]
+    for beginning in NOT_PLAYED:
+        assert any(f"{command} ".startswith(beginning) for command in commands), beginning
+    assert {block.document for block in ALL if block.language == "python"} == PLAYED_PYTHON | set(OUTLINES)
+
+
+def test_commands_in_running_text_have_these_options() -> None:
+    found = [(document.name, command) for document in DOCUMENTS for command in inline_commands(document)]
+    assert len(found) > 20
+    for document, command in found:
+        kind, _, words = subcommand(command)
+        unknown = {word for word in words if word.startswith("-")} - options_of(kind)
+        assert not unknown, f"{document}: {command}: {unknown}"
+
+
+def test_the_options_of_the_validation_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+    app.command()(script(ROOT / "benchmarks" / "validation.py", monkeypatch).main)
+    for block in ALL:
+        for command in block.commands:
+            if command.startswith("python benchmarks/validation.py"):
+                words = shlex.split(command)[2:]
+                trials = get_command(app).make_context("validation", words).params["trials"]
+                assert all(trial.split()[0] in ALGORITHMS for trial in trials), command
+
+
+# The blocks that are played.
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What a tutorial registers is gone after it."""
+    kept = [(registry, dict(registry)) for registry in (ALGORITHMS, MODELS)]
+    yield
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "whole"])
+def test_tutorials(pfedla, registries, tutorial: Path, whole: bool, tmp_path: Path) -> None:
+    """From top to bottom, as they stand, in an empty folder; comparisons, which nothing builds upon, with the slow tests."""
+    namespace = {"__name__": "tutorial"}
+    text = tutorial.read_text(encoding="utf-8")
+    played = re.findall(r"^```(python|sh)\n(.*?)^```", text, re.S | re.M)
+    if whole and "pfedla compare" not in text:
+        pytest.skip("the quick test plays all of it")
+    for language, block in played:
+        if language == "python":
+            exec(compile(block, tutorial.name, "exec"), namespace)
+            continue
+        for command in Block(tutorial.name, 0, "sh", block).commands:
+            if whole or "compare" not in command:
+                code, _, err = pfedla(*shlex.split(command)[1:])
+                assert code == 0, f"{command}: {err}"
+    if tutorial.stem == "own-data":
+        glossary_has(json.loads((tmp_path / "runs/hospitals/result.json").read_text(encoding="utf-8")))
+
+
+def glossary_has(result: dict) -> None:
+    """Every number of a result is explained."""
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    plain = {"algorithm", "dataset", "partition", "clients", "rounds", "seed", "model", "traffic", "seconds"}
+    for key in [*result, *result["accuracy"], *result["traffic"]]:
+        assert key in plain or re.search(rf"`(\w+\.)?{key}`", glossary), key
+
+
+def test_the_quick_start_and_the_readme_in_python() -> None:
+    """The README goes on with the arrays of examples/own_data.py, which are those of the quick start."""
+    namespace: dict = {}
+    (quick,) = python_of(ROOT / "docs" / "index.md")
+    exec(quick.replace("rounds=20", "rounds=2"), namespace)
+    (readme,) = python_of(ROOT / "README.md")
+    exec(readme.replace("rounds=40", "rounds=2"), namespace)
+    assert len(namespace["result"].accuracy) == 4
+
+
+# What is written by scripts.
+
+
+def test_the_reference_of_the_experiment_file_is_what_the_classes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script(ROOT / "docs" / "experiment_file.py", monkeypatch)
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "python docs/experiment_file.py writes it anew"
+
+
+def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = script(ROOT / "benchmarks" / "fill_docs.py", monkeypatch)
+    page = fill.CHOOSING_PAGE.read_text(encoding="utf-8")
+    assert fill.choosing_table() in page, "python benchmarks/fill_docs.py writes it anew"
+    for name in ("EMNIST", "Fashion-MNIST"):
+        alone, shared = (accuracies(table, f"{name}, 10 clients") for table in ("table1", "table2"))
+        # The sentences of "By situation", "What was measured" and the FAQ.
+        assert max(alone, key=alone.get) == "Local"
+        assert alone["FedAvg"] < alone["Local"] - 5
+        first = max(shared, key=shared.get)
+        other = {"Per-FedAvg": "FedFomo", "FedFomo": "Per-FedAvg"}[first]
+        assert shared[first] - shared["pFedLA"] < 1
+        assert max(shared["Local"], shared[other]) < shared["pFedLA"] - 2
+
+
+def accuracies(table: str, column: str) -> dict[str, float]:
+    cells = json.loads((ROOT / "results" / table / "results.json").read_text(encoding="utf-8"))["cells"]
+    of_column = [cell for cell in cells if cell["column"] == column and "accuracy" in cell]
+    by_row = {cell["row"]: [one["accuracy"]["mean"] for one in of_column if one["row"] == cell["row"]] for cell in of_column}
+    return {row: 100 * sum(values) / len(values) for row, values in by_row.items()}
+
+
+def test_choosing_names_every_method() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    pages = {"heurpfedla": "pfedla", "model-similarity": "layer-similarity"}
+    assert all(f"(algorithms/{pages.get(name, name)}.md)" in page for name in ALGORITHMS)
+
+
+# The site.
+
+
+def test_the_site_builds_strictly_and_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=\"?(https?:)?//", html), page
+        assert not re.search(r"<link[^>]*rel=\"?(stylesheet|preconnect)[^>]*href=\"?(https?:)?//", html), page
+    reproduction = (tmp_path / "site/reproduction/index.html").read_text(encoding="utf-8")
+    assert 'href="../experiments/table1/"' in reproduction
+    assert "<code>experiments</code>" in reproduction  # a folder is named, not linked
+    assert (tmp_path / "site/results/table1/figure.png").exists()
