@@ -27,6 +27,7 @@ NOT_PLAYED = {
     "pfedla export /srv/": "as above",
     "pfedla watch ": "serves a page until it is stopped; tests/test_page.py looks at it",
     "python benchmarks/validation.py ": "minutes of training on real data; the options are parsed",
+    "python benchmarks/joining.py ": "minutes of training; tests/test_joining.py plays the join itself",
     "pip install ": "changes the environment",
     "export FLWR_": "settings for the commands below it",
     "flower-superlink ": "a server on another machine; tests/deployment.py starts one",
