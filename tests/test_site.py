@@ -117,15 +117,21 @@ def registries() -> Iterator[None]:
         registry.update(before)
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "whole"])
+COMPARING = [path for path in TUTORIALS if "pfedla compare" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(
+    ("tutorial", "whole"),
+    [
+        *(pytest.param(path, False, id=path.stem) for path in TUTORIALS),
+        *(pytest.param(path, True, id=f"{path.stem}-whole", marks=pytest.mark.slow) for path in COMPARING),
+    ],
+)
 def test_tutorials(pfedla, registries, tutorial: Path, whole: bool, tmp_path: Path) -> None:
     """From top to bottom, as they stand, in an empty folder; comparisons, which nothing builds upon, with the slow tests."""
     namespace = {"__name__": "tutorial"}
     text = tutorial.read_text(encoding="utf-8")
     played = re.findall(r"^```(python|sh)\n(.*?)^```", text, re.S | re.M)
-    if whole and "pfedla compare" not in text:
-        pytest.skip("the quick test plays all of it")
     for language, block in played:
         if language == "python":
             exec(compile(block, tutorial.name, "exec"), namespace)
@@ -168,9 +174,15 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
     fill = script(ROOT / "benchmarks" / "fill_docs.py", monkeypatch)
     page = fill.CHOOSING_PAGE.read_text(encoding="utf-8")
     assert fill.choosing_table() in page, "python benchmarks/fill_docs.py writes it anew"
+    # The sentences of "By situation" and the FAQ.
+    hard, mixed = (accuracies(table, "CIFAR-10, 10 clients") for table in ("table1", "table2"))
+    assert hard["FedAvg"] < hard["Local"] - 5
+    assert 60 < hard["Local"] < 70
+    assert min(hard[name] for name in ("FedRep", "pFedLA", "HeurpFedLA")) > hard["Local"] + 3
+    assert max(mixed.values()) - mixed["pFedLA"] < 1
+    assert mixed["Local"] < mixed["pFedLA"] - 2
     for name in ("EMNIST", "Fashion-MNIST"):
         alone, shared = (accuracies(table, f"{name}, 10 clients") for table in ("table1", "table2"))
-        # The sentences of "By situation", "What was measured" and the FAQ.
         assert max(alone, key=alone.get) == "Local"
         assert alone["FedAvg"] < alone["Local"] - 5
         first = max(shared, key=shared.get)
