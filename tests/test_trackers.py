@@ -313,7 +313,7 @@ def test_told_later_stopped_and_extended(tmp_path: Path, empty_store: Path, monk
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_wandb_is_not_told_a_step_that_it_knows(tmp_path: Path) -> None:
+def test_wandb_is_not_told_a_step_that_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As when a run goes on online, where the server says which was the last."""
     tracker = WeightsAndBiases(tmp_path, {"rounds": 3})
     for step in (1, 2, 1, 2, 3):
@@ -321,6 +321,7 @@ def test_wandb_is_not_told_a_step_that_it_knows(tmp_path: Path) -> None:
     tracker.close("FAILED", {})
     assert wandb_points(tmp_path) == {"loss": {1: 1.0, 2: 2.0, 3: 3.0}}
     assert [record.exit.exit_code for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "exit"] == [1]
+    assert "Tried to log to step" not in capsys.readouterr().err  # as wandb would say of each that it drops
 
 
 def test_a_comparison_is_tracked_run_by_run(pfedla: Callable[..., Any], tmp_path: Path) -> None:
