@@ -33,6 +33,7 @@ def play(scenario: str, folder: Path, seconds: float) -> None:
     assert done.returncode == 0, f"{done.stdout[-12_000:]}\n{done.stderr[-6_000:]}"
 
 
+@pytest.mark.slow
 def test_init_and_local_leave_what_a_simulation_leaves(tmp_path: Path) -> None:
     play("short", tmp_path, 200)
 

@@ -48,8 +48,9 @@ DOCUMENTED = [
 
 
 def marked(command: str) -> Any:
-    """Several methods take their time."""
-    return pytest.param(command, marks=pytest.mark.slow if "compare" in command else (), id=command)
+    """Several methods take their time, and so does loading a tracker."""
+    takes_long = any(word in command for word in ("compare", "--track"))
+    return pytest.param(command, marks=pytest.mark.slow if takes_long else (), id=command)
 
 
 @pytest.mark.parametrize("command", [marked(command) for command in sorted({command for _, command in DOCUMENTED})])

@@ -77,8 +77,8 @@ def test_products_do_not_depend_on_who_else_is_asked_for(senders: int, width: in
         ids = torch.randperm(senders, generator=draws)[:count].sort().values
         assert torch.equal(layer_gradient(take(change, ids), models, layers, ids), wish[ids])
         assert_same(mix(alpha[ids], models, layers, ids), take(mixed, ids))
-    plain = sum(change[name].flatten(1) @ models[name].flatten(1).T for name in models)
-    torch.testing.assert_close(wish[:, 0], plain, rtol=1e-5, atol=1e-5)
+    plain = sum(change[name].flatten(1).double() @ models[name].flatten(1).double().T for name in models)
+    torch.testing.assert_close(wish[:, 0].double(), plain, rtol=1e-5, atol=1e-5 + 1e-7 * width)  # so many terms cancel
 
 
 @pytest.mark.parametrize("options", [*FORMS, HELD_OUT, HELD_OUT | {"retained_layers": 1}], ids=str)

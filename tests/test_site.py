@@ -207,6 +207,7 @@ def test_choosing_names_every_method() -> None:
 # The site.
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
