@@ -315,6 +315,18 @@ def test_at_least_one_stays_away_and_never_all() -> None:
         federation.only([0]).parted(0.5, 0)
 
 
+def test_a_leak_is_that_among_those_who_take_part() -> None:
+    from pfedla.data.federation import Examples, Federation
+
+    rows = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    part = [Examples(rows[[number]], torch.tensor([0])) for number in range(6)]
+    whole = Federation(
+        part[:3], [part[1], part[2], part[5]], ("a", "b"), leaked_share=2 / 3
+    )  # 0 is tested on what trains 1, 1 on 2's
+    assert whole.only([0, 1]).leaked_share == 0.5
+    assert whole.only([0, 2]).leaked_share == 0.0
+
+
 def test_the_default_leaves_no_trace(finished: Path, played: Path) -> None:
     assert "unseen" not in (finished / "experiment.toml").read_text() + (finished / "federation.json").read_text()
     assert "unseen" not in json.loads((finished / "result.json").read_text())
@@ -352,6 +364,7 @@ def test_unseen_clients_are_reported_apart(finished: Path) -> None:
         assert again["accuracy"] == pytest.approx(result["accuracy"]["per_client"][position])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_with_unseen_clients_goes_on(finished: Path) -> None:
     straight = run(Experiment.parse(UNSEEN | {"rounds": 3}), Path("straight"))
     folder = run(Experiment.parse(UNSEEN), Path("longer"))
@@ -370,6 +383,7 @@ def test_a_stopped_run_with_unseen_clients_goes_on(finished: Path) -> None:
         ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_them_apart(finished: Path) -> None:
     values = {key: value for key, value in UNSEEN.items() if key != "algorithm"}
     rows = compare(plan(values, ["local", "fedavg"], [0], Path("compared")))

@@ -104,6 +104,48 @@ def test_unseen_clients_are_told_apart(runs: list[Path], tmp_path: Path) -> None
     assert page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
 
 
+def test_federations_that_are_not_known_are_like_no_other(runs: list[Path], tmp_path: Path) -> None:
+    unknown = [copied(run, tmp_path / run.name) for run in runs]
+    for run in unknown:
+        federation = json.loads((run / "federation.json").read_text()) | {"fingerprint": "", "train": [], "test": []}
+        (run / "federation.json").write_text(json.dumps(federation))
+    prints = [run["fingerprint"] for run in page_data([*runs, *unknown])["runs"]]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
+    run = copied(runs[0], tmp_path / "attacked")
+    result = json.loads((run / "result.json").read_text())
+    honest = {key: {**result[key], "mean": 0.125} for key in ("accuracy", "accuracy_after_training")}
+    (run / "result.json").write_text(json.dumps({**result, "attackers": [1], "honest": honest}))
+    lines = [{**line, "honest": {"accuracy": {**line["accuracy"], "mean": 0.25}}} for line in read_rounds(run)]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = page_data([run])["runs"]
+    assert [client["attacks"] for client in found["clients"]] == [False, True, False, False, False, False]
+    assert (found["final"]["mean"], found["final"]["after"]) == (0.125, 0.125)
+    assert {(point["mean"], point["after"]) for point in found["curve"]} == {(0.25, None)}
+    assert found["warnings"]
+    (run / "result.json").unlink()
+    (found,) = page_data([run])["runs"]
+    assert (found["final"]["mean"], found["final"]["after"]) == (0.25, None)
+    assert "attack" in found["warnings"][0]
+
+
+def test_a_run_that_has_only_just_begun_says_so(runs: list[Path], tmp_path: Path) -> None:
+    run = copied(runs[0], tmp_path / "run")
+    (run / "federation.json").unlink()
+    with pytest.raises(PfedlaError, match="only just begun"):
+        page_data([run])
+
+
+def test_damaged_weights_are_named(runs: list[Path], tmp_path: Path) -> None:
+    run = copied(runs[0], tmp_path / "run")
+    (run / "alpha.safetensors").write_bytes(b"")
+    with pytest.raises(PfedlaError, match="not a run folder that can be shown"):
+        page_data([run])
+
+
 def test_what_is_no_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(PfedlaError, match=r"no experiment\.toml"):
         page_data([tmp_path])
@@ -240,12 +282,35 @@ def test_watch_only_reads_and_only_for_this_machine(watched: tuple[Path, int]) -
     assert ask(watched[1], "/", "POST")[0] == 501
     assert ask(watched[1], "/", "DELETE")[0] == 501
     assert ask(watched[1], "/", Host="elsewhere.example:80")[0] == 403
-    assert ask(watched[1], "/data.json", Host="127.0.0.1.elsewhere.example")[0] == 403
+    assert ask(watched[1], "/data.json", Host=f"127.0.0.1.elsewhere.example:{watched[1]}")[0] == 403
+    assert ask(watched[1], "/data.json", Host="127.0.0.1")[0] == 200  # as at port 80
 
 
 def test_watch_names_a_port_that_is_taken(watched: tuple[Path, int]) -> None:
     with pytest.raises(PfedlaError, match="--port"):
         Watcher([watched[0]], "127.0.0.1", watched[1])
+
+
+def test_old_weights_are_not_taken_for_those_of_now(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from pfedla.checkpoint import Progress
+    from pfedla.run_folder import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    progress = Progress({}, torch.zeros(2), alphas=[torch.ones(2, 1, 2)], alpha_rounds=[0])
+    folder.show(progress, ["fc"])
+    assert (folder.path / "alpha.safetensors").exists()
+    monkeypatch.setattr("pfedla.run_folder.SHOWN_NUMBERS", 3)
+    folder.show(progress, ["fc"])
+    assert not (folder.path / "alpha.safetensors").exists()
+
+
+def test_many_clients_are_ordered_at_once() -> None:
+    shares = np.eye(10, dtype=int)[np.arange(5000) % 10] * 7
+    order = by_labels(shares)
+    assert sorted(order) == list(range(5000))
+    assert [client % 10 for client in order] == sorted(client % 10 for client in order)
 
 
 def test_the_weights_are_there_while_the_run_goes_on(tmp_path: Path) -> None:

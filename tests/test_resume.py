@@ -273,6 +273,7 @@ def test_other_data_are_refused(pfedla, tmp_path: Path) -> None:
     assert (code, "the data are not what they were" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_too(pfedla, tmp_path: Path) -> None:
     methods = ("compare", "-a", "fedavg,pfedla", *TINY[2:10], "--local-epochs", 1, "--set", "pfedla.warm_up=0")
     assert pfedla(*methods, "--rounds", 3, "--out", "whole", "-q")[0] == 0

@@ -123,7 +123,7 @@ COMPARING = [path for path in TUTORIALS if "pfedla compare" in path.read_text(en
 @pytest.mark.parametrize(
     ("tutorial", "whole"),
     [
-        *(pytest.param(path, False, id=path.stem) for path in TUTORIALS),
+        *(pytest.param(path, False, id=path.stem) for path in TUTORIALS if path not in COMPARING),
         *(pytest.param(path, True, id=f"{path.stem}-whole", marks=pytest.mark.slow) for path in COMPARING),
     ],
 )

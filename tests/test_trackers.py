@@ -285,6 +285,7 @@ def test_killed_and_resumed_it_is_one_run_without_gaps(pfedla: Callable[..., Any
     assert ids == {json.loads((tmp_path / "r" / "trackers.json").read_text())["wandb"]}
 
 
+@pytest.mark.slow
 def test_told_later_stopped_and_extended(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that nobody tracked is told when it is finished, and goes on in the same place; in the store that is named."""
     store, place = tmp_path / "elsewhere.db", tmp_path / "r"
@@ -314,6 +315,7 @@ def test_told_later_stopped_and_extended(tmp_path: Path, empty_store: Path, monk
     assert not (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 def test_wandb_is_not_told_a_step_that_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As when a run goes on online, where the server says which was the last."""
     tracker = WeightsAndBiases(tmp_path, {"rounds": 3})
@@ -325,6 +327,7 @@ def test_wandb_is_not_told_a_step_that_it_knows(tmp_path: Path, capsys: pytest.C
     assert "Tried to log to step" not in capsys.readouterr().err  # as wandb would say of each that it drops
 
 
+@pytest.mark.slow
 def test_a_comparison_is_tracked_run_by_run(pfedla: Callable[..., Any], tmp_path: Path) -> None:
     code, _, err = pfedla(
         "compare", "-a", "local,fedavg", *QUICK[2:], "--rounds", 1, "--track", "tensorboard,mlflow", "--out", "c"
@@ -363,6 +366,7 @@ def test_a_tracker_that_breaks_says_so_once_and_the_run_goes_on(tmp_path: Path, 
     assert of_rounds(mlflow_points(store, found)) == points(place)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_stops_nothing(pfedla: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     code, _, err = pfedla("run", *QUICK, "--rounds", 2, "--track", "mlflow")
@@ -409,6 +413,7 @@ def in_a_process_of_its_own(*words: object, **variables: str) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, check=False, env=online, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
     done = in_a_process_of_its_own("run", "--track", "wandb", "--out", tmp_path / "r", HOME=str(tmp_path))
     assert done.returncode == 2, done.stderr

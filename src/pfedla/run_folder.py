@@ -21,6 +21,7 @@ from pfedla.files import write_text, write_whole
 from pfedla.result_file import read_result, round_of
 
 EXPERIMENT, LINES, RESULT, CHECKPOINTS = "experiment.toml", "rounds.jsonl", "result.json", "checkpoints"
+ALPHA = "alpha.safetensors"
 SHOWN_NUMBERS = 2**20  # of alpha that are written again at every snapshot for whoever watches; more wait for the end
 
 GO_ON = "choose another folder with --out, or go on in it with --resume"
@@ -98,6 +99,7 @@ class RunFolder:
         self._played = self._saved = progress.round
         # Nothing can be refused any more. A folder with a result is complete, so it goes first.
         (self.path / RESULT).unlink(missing_ok=True)
+        self.hide_alpha()
         self.write(EXPERIMENT, self.experiment.to_toml())
         self.say(
             f"{self.path}: going on after round {progress.round}" if found else f"{self.path}: no checkpoint yet, starting"
@@ -122,12 +124,18 @@ class RunFolder:
         """The weights so far, for whoever watches the run."""
         if progress.alphas and len(progress.alphas) * progress.alphas[0].numel() <= SHOWN_NUMBERS:
             self.write_alpha(torch.stack(progress.alphas), progress.alpha_rounds, layers, to_disk=False)
+        else:
+            self.hide_alpha()
+
+    def hide_alpha(self) -> None:
+        """Old weights must not be taken for those of now."""
+        (self.path / ALPHA).unlink(missing_ok=True)
 
     def write_alpha(self, alphas: Tensor, rounds: Sequence[int], layers: Sequence[str], *, to_disk: bool = True) -> None:
         """alpha.safetensors. One entry of metadata only: several are written in a random order, and equal runs would differ."""
         tensors = {"alpha": alphas.contiguous(), "rounds": torch.tensor(rounds)}
         named = {"layers": json.dumps(layers)}
-        write_whole(self.path / "alpha.safetensors", lambda file: save_file(tensors, file, named), to_disk=to_disk)
+        write_whole(self.path / ALPHA, lambda file: save_file(tensors, file, named), to_disk=to_disk)
 
     def add_line(self, line: dict[str, Any]) -> None:
         with (self.path / LINES).open("a", encoding="utf-8") as file:

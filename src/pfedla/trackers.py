@@ -22,7 +22,7 @@ from pfedla.run_folder import EXPERIMENT, LINES
 IDS = "trackers.json"  # in the run folder: tracker -> the id by which it knows the run
 MEASURES = {  # of a line of rounds.jsonl and of result.json; the rest is configuration, or who took part
     "accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "seconds", "traffic", "down_bytes", "up_bytes",
-    "evaluation_bytes", "refused_uploads",
+    "evaluation_bytes", "refused_uploads", "unseen",
 }  # fmt: skip
 Status = Literal["FINISHED", "KILLED", "FAILED"]
 

@@ -62,6 +62,13 @@ class Outline:
         return ""
 
 
+def _leaked_among(train: Sequence[Examples], test: Sequence[Examples]) -> float:
+    """The share of the test examples that train one of these clients; no client trains on its own."""
+    trained = {row.tobytes() for part in train for row in part.x.flatten(1).numpy()}
+    tested = [row.tobytes() in trained for part in test for row in part.x.flatten(1).numpy()]
+    return sum(tested) / max(1, len(tested))
+
+
 def digest_of(train: Examples, test: Examples) -> str:
     """SHA-256 of one client's examples and labels in their order."""
     digest = hashlib.sha256()
@@ -97,7 +104,8 @@ class Federation(Outline):
         """Some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
         names = tuple(self.names[client] for client in clients)
-        return Federation(train, test, self.classes, self.mean, self.std, names, self.leaked_share, self.subset)
+        leaked = _leaked_among(train, test) if self.leaked_share else 0.0
+        return Federation(train, test, self.classes, self.mean, self.std, names, leaked, self.subset)
 
     def parted(self, unseen: float, seed: int) -> tuple["Federation", "Federation | None"]:
         """Those who take part in a run, and the share of the clients that does not: at least one and never all."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from pfedla.errors import PfedlaError
 from pfedla.report.figures import Array, read_alpha
@@ -16,8 +17,8 @@ from pfedla.report.order import by_labels, by_weights
 from pfedla.report.tables import MIB, counted, warnings, where
 
 PAGE_WEIGHTS = 1_400_000  # numbers of alpha on a page, two bytes each: under 4 MB as text
-PAGE_LINES = 1_000  # rounds of a run's curves
-PAGE_CELLS = 200_000  # clients x classes of a federation
+PAGE_LINES = 2_000  # rounds of all curves
+PAGE_CELLS = 200_000  # clients x classes of all federations
 LEVELS = 65_535  # a weight is stored as a whole number of such parts
 TITLE_WORDS = ("algorithm", "seed")
 
@@ -25,7 +26,7 @@ TITLE_WORDS = ("algorithm", "seed")
 def page_data(runs: Sequence[Path]) -> dict[str, Any]:
     """All that the page's script draws."""
     share = PAGE_WEIGHTS // len(runs)
-    found = [run_data(run, share) for run in runs]
+    found = [run_data(run, share, PAGE_LINES // len(runs), PAGE_CELLS // len(runs)) for run in runs]
     for run, name in zip(found, _names(found), strict=True):
         run["name"] = name
     return {"runs": found, "differs": _differing([tomllib.loads(run["experiment"]) for run in found])}
@@ -50,9 +51,15 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
 def signature(runs: Sequence[Path]) -> str:
     """Changes when a page of these runs would."""
     names = ("rounds.jsonl", "alpha.safetensors", "result.json")
-    files = [run / name for run in runs for name in names]
-    states = [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files]
-    return json.dumps(states)
+    return json.dumps([_state(run / name) for run in runs for name in names])
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:  # not there, or no longer: a run that goes on takes its result away
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -64,7 +71,10 @@ def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{position + 1}: {run['folder']}" for position, run in enumerate(runs)]
 
 
-def run_data(run: Path, weights: int) -> dict[str, Any]:
+def run_data(run: Path, weights: int, most_lines: int, most_cells: int) -> dict[str, Any]:
+    """One run, with at most so many weights, rounds, and clients x classes."""
+    if (run / "experiment.toml").exists() and not (run / "federation.json").exists():
+        raise PfedlaError(f"{run} has only just begun: there is nothing to be seen yet; try again in a moment")
     try:
         experiment = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))
         federation = _read(run / "federation.json") or {}
@@ -79,13 +89,15 @@ def run_data(run: Path, weights: int) -> dict[str, Any]:
             "played": result["rounds"] if result else (lines[-1]["round"] if lines else 0),
             "finished": result is not None,
             "where": where(_described(experiment, federation)),
-            "warnings": warnings([result]) if result else [],
+            "warnings": warnings([result]) if result else _warnings(lines),
             "final": _final(result, lines),
-            "curve": [_point(line) for line in _thinned(lines, PAGE_LINES)],
+            "curve": [_point(line) for line in _thinned(lines, most_lines)],
             "clients": _clients(result, federation),
             "unseen": _unseen(result),
-            "fingerprint": federation.get("fingerprint", ""),
-            "federation": _federation(federation),
+            # A server may not know it; such a federation is like no other.
+            "fingerprint": federation.get("fingerprint") or f"unknown: {run}",
+            "names": federation["clients"],
+            "federation": _federation(federation, most_cells),
             "alpha": _alpha(run, federation, weights),
             "failures": result["failures"] if result else (lines[-1]["failures"] if lines else {}),
             "refused": result["refused_uploads"] if result else None,
@@ -93,7 +105,7 @@ def run_data(run: Path, weights: int) -> dict[str, Any]:
             "experiment": (run / "experiment.toml").read_text(encoding="utf-8"),
             "environment": _read(run / "environment.json") or {},
         }
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
         what = f"there is no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else f"{error!r:.200}"
         raise PfedlaError(f"{run} is not a run folder that can be shown: {what}") from None
     return data
@@ -129,6 +141,17 @@ def _described(experiment: dict[str, Any], federation: dict[str, Any]) -> dict[s
     }  # fmt: skip
 
 
+def _warnings(lines: list[dict[str, Any]]) -> list[str]:
+    """While the run goes on."""
+    return ["Some clients attack on purpose; accuracies are of the honest ones."] if lines and "honest" in lines[-1] else []
+
+
+def _after(line: dict[str, Any]) -> float | None:
+    """Accuracy after training; a line has it of all clients only, so where some attack it is not comparable."""
+    value: float | None = None if "honest" in line else line["accuracy_after_training"]
+    return value
+
+
 def _final(result: dict[str, Any] | None, lines: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The headline numbers: of the end, or of the last evaluated round so far."""
     if result is not None:
@@ -136,7 +159,7 @@ def _final(result: dict[str, Any] | None, lines: list[dict[str, Any]]) -> dict[s
         after = counted(result)["accuracy_after_training"]["mean"]
     elif lines:
         last = lines[-1]
-        numbers, traffic, after = counted(last)["accuracy"], last, last["accuracy_after_training"]
+        numbers, traffic, after = counted(last)["accuracy"], last, _after(last)
         seconds = None
     else:
         return None
@@ -150,7 +173,7 @@ def _point(line: dict[str, Any]) -> dict[str, Any]:
     accuracy = counted(line)["accuracy"]
     return {
         "round": line["round"], **{key: accuracy[key] for key in ("mean", "std", "p10", "worst")},
-        "after": line["accuracy_after_training"], "loss": line["loss"], "training_loss": line["training_loss"],
+        "after": _after(line), "loss": line["loss"], "training_loss": line["training_loss"],
         "down": line["down_bytes"] / MIB, "up": line["up_bytes"] / MIB,
         "retained": line["retained"], "cohort": len(line["cohort"]),
     }  # fmt: skip
@@ -187,10 +210,10 @@ def _unseen(result: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"clients": len(part["clients"]), **{name: part[key]["mean"] for name, key in keys.items()}}
 
 
-def _federation(federation: dict[str, Any]) -> dict[str, Any] | None:
+def _federation(federation: dict[str, Any], most_cells: int) -> dict[str, Any] | None:
     """Training examples of each class, clients ordered by them; None where it is unknown or too large to be drawn."""
     counts = np.array(federation["train"])
-    if counts.ndim != 2 or counts.size > PAGE_CELLS:
+    if counts.ndim != 2 or counts.size > most_cells:
         return None
     return {
         "clients": federation["clients"], "classes": federation["classes"], "train": counts.tolist(), "order": by_labels(counts)

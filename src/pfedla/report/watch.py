@@ -3,17 +3,19 @@
 import gzip
 import hashlib
 import json
+import socket
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 from pfedla.errors import PfedlaError
 from pfedla.report.page import page
 from pfedla.report.page_data import page_data, signature
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Watcher(ThreadingHTTPServer):
@@ -25,7 +27,9 @@ class Watcher(ThreadingHTTPServer):
         self.runs = runs
         self._lock = Lock()  # one reads at a time
         self._known: tuple[str, dict[str, Any]] = ("", {})  # what was read last, and when it is still that
-        page_data(runs)  # refuses what is no run, before anybody looks
+        self.data()  # refuses what is no run, before anybody looks
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -67,9 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_local_name(self) -> bool:
         """A page elsewhere could point a name of its own at this machine, and read the runs under that name."""
-        if self.server.server_address[0] not in ("127.0.0.1", "::1"):
+        if self.server.server_address[0] not in LOOPBACK:
             return True  # whoever serves it to the network has decided so
-        return self.headers.get("Host", "").rpartition(":")[0] in LOOPBACK
+        try:
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
+        except ValueError:
+            return False
 
     def _answer(self, status: int, kind: str, body: bytes, tag: str) -> None:
         self.send_response(status)

@@ -23,6 +23,8 @@ function shape(parent, name, attributes, text) {
   return node;
 }
 
+const largest = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least); // Math.max takes only so many
+const smallest = (values) => values.reduce((least, value) => Math.min(least, value), Infinity);
 const colour = (position) => `var(--c${position % 8})`;
 const dashes = (position) => ["", "6 3", "2 3"][Math.floor(position / 8) % 3]; // tells series of one colour apart
 const percent = (share, digits = 1) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`);
@@ -75,8 +77,8 @@ function chart(series, options) {
     const bands = series.flatMap((one) => one.band || []);
     if (!points.length) return holder.replaceChildren(el("p", { class: "note" }, "Nothing to draw yet."));
     const xs = points.map((point) => point[0]), ys = [...points.map((point) => point[1]), ...bands.flatMap((b) => [b[1], b[2]])];
-    const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-    let [y0, y1] = options.yRange || [Math.min(...ys), Math.max(...ys)];
+    const [x0, x1] = [smallest(xs), largest(xs)];
+    let [y0, y1] = options.yRange || [smallest(ys), largest(ys)];
     if (options.zero) [y0, y1] = [Math.min(y0, 0), Math.max(y1, 0)];
     const room = options.yRange ? 0 : (y1 - y0 || 0.02) * 0.06;
     [y0, y1] = [y0 - room, y1 + room];

@@ -43,7 +43,7 @@ function clientsSection(data) {
   for (const group of groups) {
     const [first] = group;
     const order = first.clients.map((_, client) => client).sort((a, b) => (first.clients[a].accuracy ?? -1) - (first.clients[b].accuracy ?? -1));
-    const names = order.map((client) => first.clients[client].name);
+    const names = order.map((client) => `${first.clients[client].name}${first.clients[client].attacks ? " (attacks)" : ""}`);
     const series = group.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: order.map((client, rank) => [rank, run.clients[client].accuracy]) }));
     parts.push(el("p", {}, `One column a client, sorted by ${first.name}. Lowest: ${order.slice(0, 3).map((client) => `client ${first.clients[client].name} (${percent(first.clients[client].accuracy)})`).join(", ")}.`),
       chart(series, { label: "Accuracy of every client", xLabel: "client", dots: true, names: names.length <= 25 ? names : null, yText: accuracyText, xText: (rank) => `client ${names[rank]}` }));
@@ -52,13 +52,13 @@ function clientsSection(data) {
   }
   if (!runs.some((run) => run.algorithm === "local")) parts.push(el("p", { class: "note" }, "With a run of Local on the same federation beside it, this section shows who gains by taking part: pfedla report RUN LOCAL-RUN."));
   for (const run of runs.filter((one) => one.unseen)) parts.push(el("p", {}, `${run.name}: ${run.unseen.clients} unseen clients joined after the run. Mean accuracy as they joined ${percent(run.unseen.before)}, joined ${percent(run.unseen.joined)}, had they trained alone ${percent(run.unseen.alone)}.`));
-  parts.push(el("p", {}, download("clients.csv", () => [["run", "client", "accuracy", "accuracy_after_training", "training_examples"],
-    ...runs.flatMap((run) => run.clients.map((client) => [run.name, client.name, client.accuracy, client.after, client.examples]))])));
+  parts.push(el("p", {}, download("clients.csv", () => [["run", "client", "accuracy", "accuracy_after_training", "training_examples", "attacks"],
+    ...runs.flatMap((run) => run.clients.map((client) => [run.name, client.name, client.accuracy, client.after, client.examples, client.attacks]))])));
   return parts;
 }
 
 function gains(run, local, position) {
-  const gained = run.clients.map((client, n) => [client.name, client.accuracy === null || local.clients[n].accuracy === null ? null : client.accuracy - local.clients[n].accuracy])
+  const gained = run.clients.map((client, n) => [client.name, client.attacks || client.accuracy === null || local.clients[n].accuracy === null ? null : client.accuracy - local.clients[n].accuracy])
     .filter((pair) => pair[1] !== null).sort((a, b) => a[1] - b[1]);
   if (!gained.length) return [];
   const points = (share) => `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)}`;
@@ -74,7 +74,7 @@ function federationSection(data) {
   const distinct = data.runs.filter((run, n) => run.federation && data.runs.findIndex((other) => other.fingerprint === run.fingerprint) === n);
   if (!distinct.length) return null;
   return distinct.flatMap((run) => {
-    const { clients, classes, train, order } = run.federation, most = Math.max(1, ...train.flat());
+    const { clients, classes, train, order } = run.federation, most = largest(train.flat(), 1);
     const map = heatMap(clients.length, classes.length, (row, column) => (train[order[row]][column] / most) ** 2, {
       label: "Training examples of each class: clients down, classes across", leave: hideTip, height: Math.min(420, Math.max(120, 18 * clients.length)),
       point: (row, column, x, y) => showTip(`client ${clients[order[row]]}: ${train[order[row]][column]} training examples of class ${classes[column]}`, x, y),
@@ -107,7 +107,7 @@ function timeSection(data) {
 
 function faultsSection(data) {
   const rows = data.runs.flatMap((run) => Object.entries(run.failures).flatMap(([client, reasons]) =>
-    Object.entries(reasons).map(([reason, times]) => [run.name, `client ${run.federation?.clients[client] ?? client}`, reason, times])));
+    Object.entries(reasons).map(([reason, times]) => [run.name, `client ${run.names[client] ?? client}`, reason, times])));
   if (!rows.length) return [el("p", {}, "Every client that was drawn answered, and every upload was used.")];
   rows.sort((a, b) => b[3] - a[3]);
   const refused = data.runs.filter((run) => run.refused !== null).map((run) => `${run.name}: ${run.refused} uploads refused`).join("; ");
@@ -127,14 +127,18 @@ const SECTIONS = [["summary", "Summary", summarySection], ["curves", "Learning c
   ["alpha", "Who borrows from whom", alphaSection], ["self", "Self-weight", selfSection], ["federation", "Federation", federationSection],
   ["traffic", "Traffic", trafficSection], ["time", "Time", timeSection], ["faults", "Faults", faultsSection], ["setting", "Setting and numbers", settingSection]];
 
+function state(data) {
+  const going = data.runs.filter((run) => !run.finished);
+  document.getElementById("state").textContent = going.length ? `not finished: ${going.map((run) => `${run.name}, round ${run.played} of ${run.rounds}`).join("; ")}` : "";
+}
+
 function render(data) {
   const [first] = data.runs, heading = several(data) ? `${data.runs.length} runs compared` : first.name;
   document.getElementById("title").textContent = heading;
   document.title = `${heading} – pfedla`;
   document.getElementById("subtitle").textContent = [...new Set(data.runs.map((run) => `${run.where}, seed ${run.seed}`))].join(" · ");
   document.getElementById("warnings").replaceChildren(...[...new Set(data.runs.flatMap((run) => run.warnings))].map((line) => el("p", { class: "warning" }, line)));
-  const going = data.runs.filter((run) => !run.finished);
-  document.getElementById("state").textContent = going.length ? `not finished: ${going.map((run) => `${run.name}, round ${run.played} of ${run.rounds}`).join("; ")}` : "";
+  state(data);
   const made = SECTIONS.map(([id, title, make]) => [id, title, make(data)]).filter(([, , parts]) => parts?.length);
   document.getElementById("sections").replaceChildren(...made.map(([id, title]) => el("a", { href: `#${id}` }, title)));
   main.replaceChildren(...made.map(([id, title, parts]) => el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...parts)));
@@ -152,16 +156,23 @@ document.getElementById("theme").addEventListener("click", () => setTheme(docume
 const data = JSON.parse(document.getElementById("data").textContent);
 render(data);
 if (data.live) {
-  let tag = data.live;
+  let tag = data.live, shown = data;
   const ask = async () => {
     try {
       const answer = await fetch("data.json", { headers: { "If-None-Match": tag }, cache: "no-store" });
       if (answer.status === 200) {
-        tag = answer.headers.get("ETag");
         const place = scrollY, focused = document.activeElement?.id;
-        render(await answer.json());
+        const open = [...document.querySelectorAll("details")].map((one) => one.open);
+        shown = await answer.json();
+        render(shown);
+        tag = answer.headers.get("ETag");
+        document.querySelectorAll("details").forEach((one, n) => { one.open = open[n] ?? false; });
         if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
         scrollTo(0, place);
+      } else if (answer.status === 304) {
+        state(shown); // it may have been away
+      } else {
+        document.getElementById("state").textContent = `pfedla watch cannot read the run any more (${answer.statusText}); this is what was known last`;
       }
     } catch {
       document.getElementById("state").textContent = "pfedla watch does not answer any more; this is what was known last";
