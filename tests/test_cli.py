@@ -115,6 +115,7 @@ def test_options_lie_over_the_file_and_set_lies_over_both(pfedla, tmp_path: Path
     assert (resolved["seed"], resolved["rounds"], resolved["data"]["clients"]) == (3, 1, 4)
 
 
+@pytest.mark.slow
 def test_options_of_one_algorithm_do_not_go_over_to_another(pfedla, tmp_path: Path) -> None:
     """A pFedLA run's file says retained_layers = 0; HeurpFedLA must not inherit it."""
     pfedla("run", *QUICK, "--out", "p", "-q")

@@ -413,6 +413,7 @@ def _head(shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY\x01\x00v\x00" + text.encode() + b"\0" * 16
 
 
+@pytest.mark.slow
 def test_bad_answers_are_refused_and_counted_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round client 1 sends something else that cannot be used: the run is that of the others alone."""
     rounds = len(BAD)

@@ -179,6 +179,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_resume_by_the_words_of_the_command_line(pfedla, tmp_path: Path) -> None:
     """Extended, finished, shortened, changed: each says what it is."""
     assert pfedla("run", *TINY, "--rounds", 4, "--out", "whole", "-q")[0] == 0
