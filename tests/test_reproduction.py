@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from pfedla.report.paper_figures import write_figures
 from pfedla.report.paper_weights import by_column, by_distance, evolution, heatmap, self_weights
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction import play
-from pfedla.reproduction.accounting import accounting
-from pfedla.reproduction.grid import Grid, Wanted, cells
+from pfedla.reproduction.accounting import accounting, layers_of, saved_by_weights
+from pfedla.reproduction.grid import Grid, Row, Wanted, cells
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -197,6 +198,38 @@ def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_
     assert play.differences(mixed, repeated) == ["curve"]
 
 
+def test_a_run_whose_numbers_stand_beside_is_not_played_but_taken(tmp_path: Path) -> None:
+    table = SMALL.model_copy(update={"form": "table", "columns": SMALL.columns[:1]})
+    named = [row.model_copy(update={"name": f"{row.name} again"}) for row in table.rows]
+    other = table.model_copy(update={"rows": named})
+    play.play(tmp_path / "runs", cells(table, Wanted(methods=["pfedla"])), Counting())
+    first = play.write_summary(tmp_path / "runs", "small", table, Wanted(), tmp_path / "out/small")
+    reporter, nowhere = Counting(), tmp_path / "no runs"
+    stands = play.standing(tmp_path / "out/other", other)
+    play.play(nowhere, cells(other, Wanted(methods=["pfedla", "fedbn"])), reporter, stands=stands)
+    assert reporter.begun == ["FedBN again, digits"]
+    second = play.write_summary(nowhere, "other", other, Wanted(), tmp_path / "out/other")
+    assert second["cells"][0] == first["cells"][0] | {"row": "pFedLA again"}
+    assert play.standing(tmp_path / "out/figure", SMALL) == {}  # weights are left out of a table
+
+
+def test_what_retained_layers_save_follows_from_the_weights(tmp_path: Path) -> None:
+    grid = SMALL.model_copy(update={"rows": [Row(name="two", experiment={"algorithm": {
+        "name": "heurpfedla", "retained_layers": 2, "warm_up": 0, "hypernetwork_lr": 30.0,
+    }})], "columns": SMALL.columns[:1]})  # fmt: skip
+    (cell,) = cells(grid, Wanted(rounds=4))
+    play.play(tmp_path, [cell], Counting())
+    found = play.cell_summary(tmp_path / cell.folder, cell, grid)
+    layers = layers_of("digits")
+    assert found["saved_bytes"]["sent"] == found["saved_bytes"]["accounted"]
+    by_ties = 4 * 4 * sum(layers.num_parameters[-2:]) * 4  # had the weights stayed equal: rounds, clients, layers, bytes
+    assert found["saved_bytes"]["sent"] not in (0, by_ties)
+    alpha = np.full((1, 2, 3, 2), 0.5)
+    alpha[0, 1, 0] = [0.2, 0.8]  # the second client keeps its first layer
+    sizes = SimpleNamespace(num_parameters=[100, 10, 1])
+    assert saved_by_weights(alpha, sizes, 1) == 4 * (1 + 100)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
 def test_tables_of_every_form_have_a_figure(form: str, tmp_path: Path) -> None:
     summary = summary_of({("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("B", "k = 0", 0): 0.1}, form=form)
@@ -236,6 +269,14 @@ def test_the_client_with_the_same_labels_gets_most_then_the_similar_one() -> Non
         whose, _ = evolution(found)
         same, similar, others = (whose[name][-1].mean() for name in ("same labels", "similar", "others"))
         assert same > similar > others, (column, same, similar, others)
+
+
+@pytest.mark.parametrize("name", [name for name in ("table3", "effect_of_k") if name in COMMITTED])
+def test_what_was_saved_is_what_the_accounting_says(name: str) -> None:
+    some = [cell for cell in committed(name)["cells"] if cell["row"] != "k = 0"]
+    assert {cell["row"] for cell in some} == {"k = 1", "k = 2", "k = 3"}
+    for cell in some:
+        assert cell["saved_bytes"]["sent"] == cell["saved_bytes"]["accounted"] > 0
 
 
 def test_the_readmes_hold_the_committed_tables() -> None:

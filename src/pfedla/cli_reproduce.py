@@ -42,7 +42,8 @@ def reproduce(
 
     Example: pfedla reproduce table1 --dataset fashion-mnist --clients 10 --seeds 0,1,2
 
-    Ctrl-C stops it; the same command goes on. A run is shared by all tables that are made of it.
+    Ctrl-C stops it; the same command goes on. A run is shared by all tables that are made of it, and is not played where its
+    numbers stand in OUT or beside it.
     """
     from pfedla.console import Reporter
     from pfedla.report import paper as report
@@ -80,7 +81,7 @@ def reproduce(
             Interruption(quiet) as interruption,
             Reporter(sum(cell.experiment.rounds for cell in cells), quiet, again="the same command goes on") as reporter,
         ):
-            play.play(runs, cells, reporter, interruption.wanted)
+            play.play(runs, cells, reporter, interruption.wanted, play.standing(folder, grid))
     except Stopped as caught:
         stopped = caught  # what is finished is worth a table
     summary = play.write_summary(runs, name, grid, wanted, folder)

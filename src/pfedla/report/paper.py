@@ -23,6 +23,7 @@ class Entry:
 
     accuracies: tuple[float, ...] = ()
     mib: float | None = None  # down and up, mean over the seeds
+    saved_mib: float | None = None  # of the download, by layers that stayed at home
     reason: str = ""  # why it does not apply
 
     @property
@@ -49,7 +50,8 @@ def _entry(cells: list[Summary]) -> Entry:
     if not played:
         return Entry(reason=cells[0]["reason"] if cells else "")
     mib = statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in played) / MIB
-    return Entry(tuple(100 * cell["accuracy"]["mean"] for cell in played), mib)
+    saved = [cell["saved_bytes"]["sent"] / MIB for cell in played if "saved_bytes" in cell]
+    return Entry(tuple(100 * cell["accuracy"]["mean"] for cell in played), mib, statistics.mean(saved) if saved else None)
 
 
 def best(column: Mapping[str, Entry]) -> str | None:
@@ -99,7 +101,7 @@ def markdown(summary: Summary, paper: Paper) -> str:
     with_mib = summary["form"] == "retained"
     header = [""]
     for column in found:
-        header += [column, "paper", *(["MiB"] if with_mib else [])]
+        header += [column, "paper", *(["MiB", "saved"] if with_mib else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in summary["rows"]:
         cells = [row]
@@ -108,7 +110,7 @@ def markdown(summary: Summary, paper: Paper) -> str:
             text = shown(entry)
             cells += [f"**{text}**" if row == best(rows) else text, printed(paper.get(column, {}).get(row))]
             if with_mib:
-                cells.append("–" if entry.mib is None else f"{entry.mib:.2f}")
+                cells += ["–" if value is None else f"{value:.2f}" for value in (entry.mib, entry.saved_mib)]
         lines.append(cells)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     shows = ""

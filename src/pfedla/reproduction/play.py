@@ -2,12 +2,14 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pfedla
+from pfedla import algorithms
+from pfedla.communication import planned_traffic
 from pfedla.console import Reporter
 from pfedla.data import datasets
 from pfedla.data.own import Dataset
@@ -15,6 +17,7 @@ from pfedla.errors import GaveUpError, NotApplicableError, Stopped
 from pfedla.experiment import Experiment, build, read_toml
 from pfedla.files import read_object, write_text
 from pfedla.report.figures import read_alpha, read_rounds
+from pfedla.reproduction.accounting import layers_of, saved_by_weights
 from pfedla.reproduction.grid import Cell, Grid, Wanted
 from pfedla.reproduction.grid import cells as cells_of
 from pfedla.result_file import read_result
@@ -32,17 +35,35 @@ def is_done(runs: Path, cell: Cell) -> bool:
     return ((folder / RESULT).exists() and (folder / COMMIT).exists()) or (folder / REASON).exists()
 
 
-def play(runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Every cell that is not there yet, one after the other; one that was stopped goes on where it stands."""
+def standing(folder: Path, grid: Grid) -> dict[str, dict[str, Any]]:
+    """By their run, the cells that stand in the summary in `folder` or in one beside it: tables are made of the same runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.parent.glob(f"*/{SUMMARY}"), key=lambda path: path.parent == folder):  # its own come last
+        for cell in read_object(path)["cells"]:
+            if grid.form in FORMS_WITH_ALPHA and "alpha" not in cell:
+                continue
+            found[cell["run"]] = {key: value for key, value in cell.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
+    return found
+
+
+def play(
+    runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callable[[], bool] = lambda: False,
+    stands: Container[str] = (),
+) -> None:  # fmt: skip
+    """Every cell that is not there yet and of which nothing stands, one after the other.
+
+    One that was stopped goes on where it stands.
+    """
     cells = list(cells)
-    for name in dict.fromkeys(cell.experiment.data.dataset for cell in cells if not is_done(runs, cell)):
+    missing = [cell for cell in cells if not (is_done(runs, cell) or cell.folder in stands)]
+    for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
         if not datasets.state_of(name).here:
             datasets.load(name)  # says what is missing, before hours are spent on the others
     runs.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Dataset] = {}
     for cell in cells:
         one = cell.experiment
-        if is_done(runs, cell):
+        if cell not in missing:
             reporter.skip(one.rounds)
             continue
         if stopping():
@@ -79,7 +100,8 @@ def commit() -> dict[str, str]:
 def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> dict[str, Any]:
     """results.json: what is known of each cell that is there, all that tables and figures are made of.
 
-    Cells that an earlier command left there, of other seeds or data sets, stay if they are still what the grid asks for.
+    Cells that an earlier command left there, of other seeds or data sets, stay if they are still what the grid asks for; runs
+    of which another table's summary tells are taken from it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
@@ -87,7 +109,12 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
     everything = replace(wanted, datasets=(), methods=(), clients=(), seeds=sorted({cell["seed"] for cell in before}))
     asked_for = {place_of(cell): cell.folder for cell in cells_of(grid, everything)}
     before = [cell for cell in before if asked_for.get(place(cell)) == cell["run"]]
-    new = [cell_summary(runs / cell.folder, cell, grid) for cell in cells_of(grid, wanted) if is_done(runs, cell)]
+    stands, new = standing(folder, grid), []
+    for cell in cells_of(grid, wanted):
+        if is_done(runs, cell):
+            new.append(cell_summary(runs / cell.folder, cell, grid))
+        elif cell.folder in stands:
+            new.append(stands[cell.folder] | _where(cell))
     known = {place(cell): cell for cell in [*before, *new]}
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     order = sorted(known, key=lambda where: (columns.index(where[0]), rows.index(where[1]), where[2]))
@@ -108,6 +135,10 @@ def place_of(cell: Cell) -> Place:
     return cell.column, cell.row, cell.experiment.seed
 
 
+def _where(cell: Cell) -> dict[str, Any]:
+    return {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed}
+
+
 def _one_line_per_cell(summary: dict[str, Any]) -> str:
     head = json.dumps({**summary, "cells": []}, ensure_ascii=False, indent=2).removesuffix("[]\n}")
     cells = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary["cells"])
@@ -115,7 +146,7 @@ def _one_line_per_cell(summary: dict[str, Any]) -> str:
 
 
 def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
-    what = {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed, "run": cell.folder}
+    what = {**_where(cell), "run": cell.folder}
     if not (run / RESULT).exists():
         return {**what, "reason": read_object(run / REASON)["reason"]}
     result = read_result(run / RESULT)
@@ -137,8 +168,16 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
         "experiment": {key: value for key, value in experiment.numbers().items() if key not in ("faults", "uploads")},
         "rounds": experiment.rounds,
     }
-    if grid.form in FORMS_WITH_ALPHA and (found := read_alpha(run)) is not None:
-        alpha, layers, rounds = found
+    if (found := read_alpha(run)) is None:
+        return summary
+    alpha, layers, rounds = found
+    retained = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options).get("retained_layers", 0)
+    if retained and experiment.participation == 1 and rounds == list(range(experiment.rounds + 1)):
+        sizes = layers_of(experiment.data.dataset)
+        full = planned_traffic(sizes, len(alpha[0]), experiment.rounds, []).down_bytes
+        by_weights = saved_by_weights(alpha[:-1], sizes, retained)
+        summary["saved_bytes"] = {"sent": full - result["traffic"]["down_bytes"], "accounted": by_weights}
+    if grid.form in FORMS_WITH_ALPHA:
         step = -(-(len(rounds) - 1) // (SNAPSHOTS - 1)) or 1
         kept = sorted({*range(0, len(rounds), step), len(rounds) - 1})
         summary["alpha"] = {
