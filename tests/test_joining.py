@@ -250,6 +250,31 @@ def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla, finished: 
     assert pfedla("join", finished, "--data", "new.npz", "--name", "third", "-q")[1:] == ("", "")
 
 
+def test_the_model_of_a_newcomer_is_tested_and_taken_out(pfedla, finished: Path) -> None:
+    folder, result = join_run(finished, Path("new.npz"), rounds=2)
+    code, out, err = pfedla("evaluate", finished, "--client", "joined/new", "--json")
+    assert code == 0, err
+    tested = json.loads(out)
+    assert (tested["client"], tested["examples"]) == ("joined/new", 9)
+    assert tested["accuracy"] == pytest.approx(result["accuracy"]["after"])
+    code, out, err = pfedla("export", finished, "--client", "joined/new")
+    assert code == 0, err
+    described = json.loads((finished / "export" / "client-joined_new" / "model.json").read_text())
+    assert described["client"] == "joined/new"
+    code, _, err = pfedla("evaluate", finished, "--client", "joined/old")
+    assert (code, "did you mean 'joined/new'" in err) == (2, True)
+    code, _, err = pfedla("evaluate", finished, "--client", "joined/new", "--data", "new.npz")
+    assert (code, "trained on these examples" in err) == (2, True)
+    np.savez("new.npz", **arrays(1, seed=2))
+    code, _, err = pfedla("evaluate", finished, "--client", "joined/new")
+    assert (code, "is not what it was when joined/new joined" in err) == (2, True)
+    np.savez("other.npz", **arrays(1, seed=1, client=np.full(30, "elsewhere")))
+    code, out, err = pfedla("evaluate", finished, "--client", "joined/new", "--data", "other.npz", "--json")
+    assert (code, json.loads(out)["examples"]) == (0, 30), err
+    (folder / "result.json").write_text("{}")
+    assert pfedla("evaluate", finished, "--client", "joined/new")[0] == 2
+
+
 def test_a_ready_test_split_is_taken(finished: Path) -> None:
     test = np.arange(30) % 3 == 0
     np.savez("new.npz", **arrays(1, seed=1, test=test, client=np.full(30, "site 7")))

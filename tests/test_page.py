@@ -484,7 +484,12 @@ def test_watch_shows_a_new_round_within_five_seconds(browser: Any, watched: tupl
         seen.page.select_option("#alpha-layer", "0")
         with (run / "rounds.jsonl").open("a") as file:
             file.write((runs[0] / "rounds.jsonl").read_text().splitlines(keepends=True)[3])
+        seen.page.click("#alpha-play")
+        assert seen.page.locator("#alpha-round").input_value() == "0"
         seen.page.locator("#state", has_text="round 4 of 8").wait_for(timeout=5000)
         assert seen.page.locator("#alpha-layer").input_value() == "0"  # what was chosen stays
+        seen.page.locator("#alpha-play", has_text="Play").wait_for(timeout=10_000)  # and what was playing goes on to its end
+        slider = seen.page.locator("#alpha-round")
+        assert slider.input_value() == slider.get_attribute("max")
         assert seen.problems == []
         assert all(address.startswith(f"http://127.0.0.1:{port}/") for address in seen.asked if not address.startswith("data:"))

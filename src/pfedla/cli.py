@@ -233,7 +233,9 @@ def communication(
     out_console.print(f"{total:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
 
 
-Client = Annotated[str, typer.Option("--client", "-c", help="Whose personal model: 3, or its name in your own data.")]
+Client = Annotated[
+    str, typer.Option("--client", "-c", help="Whose personal model: 3, its name in your own data, or joined/NAME.")
+]
 
 
 @app.command()

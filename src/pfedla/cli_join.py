@@ -34,3 +34,4 @@ def join(
             out_console.print(line, soft_wrap=True)
         examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
         out_console.print(f"{examples}; {traffic_line(result['traffic'])}; results in {folder}", soft_wrap=True)
+        out_console.print(f"pfedla evaluate or export {run} --client {folder.relative_to(run)} takes its model", soft_wrap=True)

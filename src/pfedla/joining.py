@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,23 +20,20 @@ from pfedla.algorithms.local import Local
 from pfedla.checkpoint import Checkpoints, Progress
 from pfedla.communication import Traffic, answer_bytes, payload_bytes
 from pfedla.contracts import Algorithm, ClientState, Cohort, Params, Recalibrate, ServerState
-from pfedla.data.federation import Federation, Outline, partitioned
-from pfedla.data.own import load_arrays
-from pfedla.data.recipe import TEST_SHARE, recipe_of
-from pfedla.engines.choice import AUTO
+from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.client import Client, moved
 from pfedla.engines.clients import TRAINED, attempt, own_row, usable_device
 from pfedla.engines.threaded import for_one
 from pfedla.errors import PfedlaError
 from pfedla.experiment import SITES, Experiment, assembled
 from pfedla.files import safe_name, write_tensors, write_text, write_whole
-from pfedla.personal import FederationFile, read_run
-from pfedla.run_folder import CHECKPOINTS, new_folder
+from pfedla.personal import JOINED, newcomer_of, read_run
+from pfedla.run_folder import CHECKPOINTS, RESULT, new_folder
 from pfedla.simulation import SNAPSHOT_NUMBERS, snapshot
 from pfedla.tree import copies
 from pfedla.uploads import accept
 
-JOINED, ROUNDS = "joined", 10
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -195,9 +191,10 @@ def join_run(
     terms = Terms.of(experiment, progress, rounds)
     joined = join(method, progress.server, newcomer, len(known.clients), terms)
     result = {
-        "algorithm": method.name, "data": str(data), "name": folder.name, "clients": len(known.clients),
+        "algorithm": method.name, "data": str(data.resolve()), "name": folder.name, "clients": len(known.clients),
         "after_round": terms.after, "rounds": joined.rounds, "rounds_alone": rounds, "seed": terms.seed,
         "examples": {"train": len(newcomer.train[0].y), "test": len(newcomer.test[0].y), "split": split},
+        "digest": digest_of(newcomer.train[0], newcomer.test[0]),
         "accuracy": joined.accuracies(), "traffic": asdict(joined.traffic),
     }  # fmt: skip
     if joined.alphas is not None:
@@ -206,28 +203,9 @@ def join_run(
     return folder, result
 
 
-def newcomer_of(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
-    """A federation of the one client whose examples a file holds, and how they are split; normalised as the run's are."""
-    if str(path.resolve()) in (experiment.data.dataset, known.subset):
-        raise PfedlaError(f"{path}: the run is made of these examples; a newcomer brings its own")
-    dataset = load_arrays(path).fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
-    if len(dataset.client_names) > 1:
-        names = ", ".join(dataset.client_names[:5]) + (", …" if len(dataset.client_names) > 5 else "")
-        raise PfedlaError(f"{path} holds examples of several clients ({names}); a newcomer is one: give a file of each")
-    one = replace(
-        dataset, mean=known.mean, std=known.std, client=np.zeros(len(dataset.y), np.int64),
-        client_names=dataset.client_names or (path.stem,),
-    )  # fmt: skip
-    if dataset.test is not None:
-        return partitioned(one, recipe_of(one, partition="client"), experiment.seed), "the file's own"
-    share = TEST_SHARE if experiment.data.test_share == AUTO else experiment.data.test_share
-    recipe = recipe_of(one, partition="client", test_share=share)
-    return partitioned(one, recipe, experiment.seed), f"{share:.0%} for test, as the run's"
-
-
 def _write(folder: Path, result: dict[str, Any], joined: Joined, layers: tuple[str, ...]) -> None:
     write_tensors(folder / "model.safetensors", joined.model)
     if (alphas := joined.alphas) is not None:
         metadata = {"layers": json.dumps(layers)}
         write_whole(folder / "alpha.safetensors", lambda file: save_file({"alpha": alphas}, file, metadata))
-    write_text(folder / "result.json", json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")  # last
+    write_text(folder / RESULT, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")  # last

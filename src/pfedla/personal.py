@@ -1,7 +1,7 @@
 """Use the result: load a client's personal model from a run folder, evaluate it, take it out of the house."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -11,15 +11,19 @@ from pydantic import BaseModel, FailFast, Field, ValidationError, model_validato
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pfedla.data.federation import digest_of
+from pfedla.data.federation import Federation, digest_of, partitioned
 from pfedla.data.own import load_arrays
+from pfedla.data.recipe import TEST_SHARE, recipe_of
+from pfedla.engines.choice import AUTO
 from pfedla.errors import PfedlaError, unknown
 from pfedla.experiment import SITES, Experiment, build_federation, read_toml
 from pfedla.files import read_json, read_object, read_tensors
 from pfedla.models import build_model, outline
-from pfedla.run_folder import new_folder
+from pfedla.run_folder import RESULT, new_folder
 from pfedla.tasks import load_tensors, task_of
 from pfedla.training import evaluate
+
+JOINED = "joined"  # the folder of those who came later
 
 # FailFast: without it, a strange file of a few MB could be answered by GBs of error messages.
 Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], FailFast()]
@@ -51,11 +55,19 @@ class FederationFile(BaseModel):
 @dataclass(frozen=True)
 class PersonalModel:
     run: Path
-    client: int
+    client: int | str  # its number; of one that joined later its place in the folder, joined/NAME
     module: nn.Module
     tensors: dict[str, Tensor]
     experiment: Experiment
     federation: FederationFile
+
+    @property
+    def name(self) -> str:
+        return self.federation.clients[self.client] if isinstance(self.client, int) else self.client
+
+    def newcomer(self) -> dict[str, Any]:
+        """What is known of a client that joined later; nothing of one of the run's own."""
+        return read_object(self.run / self.client / RESULT) if isinstance(self.client, str) else {}
 
     def site(self) -> dict[str, Any]:
         """What a site of a deployment knows of itself; nothing if the folder is not a site's."""
@@ -80,13 +92,15 @@ class RawInput(nn.Module):
         return self.model((x.to(torch.float32) - self.mean) / self.std)  # type: ignore[no-any-return]
 
 
-def _position(client: str, names: tuple[str, ...]) -> int:
-    """A client by its name; by its number where no name is a number."""
+def _position(client: str, names: tuple[str, ...], joined: tuple[str, ...]) -> int | str:
+    """A client by its name; by its number where no name is a number; or one that joined later."""
     if client in names:
         return names.index(client)
     if client in map(str, range(len(names))) and not any(name.isdecimal() for name in names):
         return int(client)
-    raise unknown("client", client, names)
+    if client in joined:
+        return client
+    raise unknown("client", client, [*names, *joined])
 
 
 def read_run(run: Path) -> tuple[Experiment, FederationFile]:
@@ -108,10 +122,12 @@ def read_run(run: Path) -> tuple[Experiment, FederationFile]:
 def load_personal(run: Path, client: str) -> PersonalModel:
     """The personal model of one client; names, shapes and finiteness are checked against the run's model."""
     experiment, federation = read_run(run)
-    position = _position(client, federation.clients)
+    joined = tuple(f"{JOINED}/{path.parent.name}" for path in sorted(run.glob(f"{JOINED}/*/{RESULT}")))
+    position = _position(client, federation.clients, joined)
+    own = f"{position}/model" if isinstance(position, str) else f"models/client-{position}"
     model = experiment.model, federation.shape, len(federation.classes)
     # Two strange files must agree on the sizes before anything of that size is made.
-    tensors = read_tensors(run / "models" / f"client-{position}.safetensors", task_of(outline(*model)).initial())
+    tensors = read_tensors(run / f"{own}.safetensors", task_of(outline(*model)).initial())
     module = build_model(*model, torch.Generator())
     return PersonalModel(run, position, module, tensors, experiment, federation)
 
@@ -129,6 +145,13 @@ def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     if personal.experiment.data.dataset == SITES:
         raise PfedlaError("the site's data are its own: give a file or folder with --data")
     experiment = personal.experiment
+    if isinstance(personal.client, str):
+        joined = personal.newcomer()
+        data = Path(str(joined.get("data")))
+        federation, _ = newcomer_of(data, experiment, personal.federation)
+        if joined.get("digest") != digest_of(federation.train[0], federation.test[0]):
+            raise PfedlaError(f"{data} is not what it was when {personal.name} joined; give a file with --data")
+        return federation.test[0]
     section, federation = build_federation(experiment.data, experiment.seed)
     federation, _ = federation.parted(experiment.unseen_clients, experiment.seed)
     known = personal.federation
@@ -142,11 +165,31 @@ def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     return federation.test[personal.client]
 
 
+def newcomer_of(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
+    """A federation of the one client whose examples a file holds, and how they are split; normalised as the run's are."""
+    if str(path.resolve()) in (experiment.data.dataset, known.subset):
+        raise PfedlaError(f"{path}: the run is made of these examples; a newcomer brings its own")
+    dataset = load_arrays(path).fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
+    if len(dataset.client_names) > 1:
+        names = ", ".join(dataset.client_names[:5]) + (", …" if len(dataset.client_names) > 5 else "")
+        raise PfedlaError(f"{path} holds examples of several clients ({names}); a newcomer is one: give a file of each")
+    one = replace(
+        dataset, mean=known.mean, std=known.std, client=np.zeros(len(dataset.y), np.int64),
+        client_names=dataset.client_names or (path.stem,),
+    )  # fmt: skip
+    if dataset.test is not None:
+        return partitioned(one, recipe_of(one, partition="client"), experiment.seed), "the file's own"
+    share = TEST_SHARE if experiment.data.test_share == AUTO else experiment.data.test_share
+    recipe = recipe_of(one, partition="client", test_share=share)
+    return partitioned(one, recipe, experiment.seed), f"{share:.0%} for test, as the run's"
+
+
 def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
     dataset = load_arrays(path)
     known = personal.federation
-    trained_on = (personal.experiment.data.dataset, known.subset, personal.site().get("data"))
+    newcomer = personal.newcomer()
+    trained_on = (personal.experiment.data.dataset, known.subset, personal.site().get("data"), newcomer.get("data"))
     if dataset.test is None and str(path.resolve()) in trained_on:
         raise PfedlaError(
             f"{path}: the run trained on these examples; mark a test split in the file, or leave --data out to test on the "
@@ -154,8 +197,8 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
         )
     dataset = dataset.fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
-    if dataset.client is not None and personal.experiment.data.partition == "client":
-        who = known.clients[personal.client]
+    if dataset.client is not None and personal.experiment.data.partition == "client" and not newcomer:
+        who = personal.name
         if who not in dataset.client_names:
             raise PfedlaError(f"{path} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}")
         rows &= dataset.client == dataset.client_names.index(who)
@@ -175,7 +218,7 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     save_file({name: value.contiguous().clone() for name, value in state.items()}, paths[0])
     torch.export.save(exported, paths[1])
     description = {
-        "client": data.clients[personal.client],
+        "client": personal.name,
         "model": personal.experiment.model,
         "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "in the scale of the data file"},
         "output": "logits, one per class",

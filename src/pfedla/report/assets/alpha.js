@@ -1,6 +1,6 @@
 // Who borrows which layer from whom: a heat map of alpha by layer and round.
 
-const chosen = { run: 0, layer: null, order: "by label distribution", snapshot: null, stretch: false, receiver: null }; // survives a refresh
+const chosen = { run: 0, layer: null, order: "by label distribution", snapshot: null, stretch: false, receiver: null, playing: false }; // survives a refresh
 
 function unpack(alpha) {
   const bytes = Uint8Array.from(atob(alpha.values), (letter) => letter.charCodeAt(0));
@@ -63,14 +63,16 @@ function alphaSection(data) {
     const shownRound = el("output", { id: "alpha-shown" });
     const slider = el("input", { type: "range", id: "alpha-round", min: 0, max: last, step: 1, value: snapshot(),
       oninput: (event) => { chosen.snapshot = +event.target.value === last ? null : +event.target.value; refresh(); } });
-    let playing = null;
-    const play = el("button", { type: "button", id: "alpha-play", onclick: () => (playing ? stop() : start()) }, "▶ Play");
-    const stop = () => { clearInterval(playing); playing = null; play.textContent = "▶ Play"; };
+    let timer = null;
+    const play = el("button", { type: "button", id: "alpha-play", onclick: () => (chosen.playing ? stop() : start()) }, "▶ Play");
+    const stop = () => { clearInterval(timer); chosen.playing = false; play.textContent = "▶ Play"; };
     const start = () => {
       chosen.snapshot = snapshot() === last ? 0 : snapshot();
+      chosen.playing = true;
       play.textContent = "❚❚ Stop";
-      playing = setInterval(() => {
-        if (!map.isConnected || snapshot() === last) return stop();
+      timer = setInterval(() => {
+        if (!map.isConnected) return clearInterval(timer); // drawn anew: the new map goes on
+        if (snapshot() === last) return stop();
         chosen.snapshot = snapshot() + 1 === last ? null : snapshot() + 1;
         refresh();
       }, Math.max(60, 4000 / (last + 1)));
@@ -113,6 +115,7 @@ function alphaSection(data) {
       el("div", { class: "explorer" }, el("div", { class: "map" }, map, ends), el("div", { class: "beside" }, readout, whose, senders)),
       el("p", { class: "note" }, `${thinned}weights are rounded to 1/65,535. Exact ones: alpha.safetensors in the run folder.`), el("p", {}, csv));
     refresh();
+    if (chosen.playing) snapshot() === last ? stop() : start();
   };
   draw();
   return [el("p", {}, "Row i shows from whom client i takes the layer: the diagonal is what it keeps of its own, bright blocks beside it are clients who learn from each other."), ...parts, holder];
