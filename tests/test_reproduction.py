@@ -184,7 +184,7 @@ def test_only_missing_cells_are_played_and_the_summary_holds_what_they_left(tmp_
     assert (mixed["accuracy"], mixed["traffic"]) == (result["accuracy"], result["traffic"])
     assert mixed["experiment"]["algorithm"]["name"] == "pfedla"
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
-    assert mixed["run_by"].keys() >= {"pfedla", "torch", "cpu"}
+    assert mixed["run_by"].keys() >= {"pfedla", "torch", "cpu", "cpu_model"}
     assert "BatchNorm" in summary["cells"][2]["reason"]
     tables = report.write_tables(summary, {}, tmp_path / "out")
     assert all(path.stat().st_size for path in [*tables, *write_figures(summary, {}, tmp_path / "out")])

@@ -145,8 +145,19 @@ def environment() -> dict[str, Any]:
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_model": cpu_model(),
         "cores": os.cpu_count(),
     }
+
+
+def cpu_model() -> str:
+    """Whose CPU it is: libraries choose their kernels, and so the last bits, by more than what it can."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return " ".join(f"{key} {known[key]}" for key in ("vendor_id", "cpu family", "model") if key in known)
 
 
 def describe(federation: Outline) -> dict[str, Any]:

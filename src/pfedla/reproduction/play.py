@@ -27,6 +27,7 @@ from pfedla.run_folder import EXPERIMENT, RESULT, RunFolder
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
 SNAPSHOTS = 21  # of alpha in a summary, at most
 Place = tuple[str, str, int]  # column, row, seed
+RUN_BY = ("torch", "cpu", "cpu_model", "python")
 FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
 
 
@@ -164,7 +165,7 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
         "retained": _retained(lines),
         "seconds": round(result["seconds"]["total"], 1),
-        "run_by": {**read_object(run / COMMIT), "torch": machine["torch"], "cpu": machine["cpu"], "python": machine["python"]},
+        "run_by": read_object(run / COMMIT) | {key: machine[key] for key in RUN_BY if key in machine},
         "experiment": {key: value for key, value in experiment.numbers().items() if key not in ("faults", "uploads")},
         "rounds": experiment.rounds,
     }
