@@ -12,6 +12,7 @@ from typing import Any
 import bench_choice
 import bench_phases
 import bench_round
+from pfedla.report.paper import compared
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -113,11 +114,11 @@ def readme_table() -> str:
 
 
 def choosing_table() -> str:
-    """Tables 1 and 2 in one, without the paper's numbers, and the traffic of one column; of several seeds the mean."""
+    """Tables 1 and 2 in one, without the paper's numbers, and the traffic of one column; of the seeds that all have."""
     header, shown, traffic = [""], dict[str, list[str]](), dict[str, str]()
     for name, split in CHOOSING.items():
         summary = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
-        played = [cell for cell in summary["cells"] if "accuracy" in cell]  # else the method does not fit the model
+        played = [cell for cell in compared(summary)["cells"] if "accuracy" in cell]  # else the method does not fit the model
         for column in (column for column in summary["columns"] if any(cell["column"] == column for cell in played)):
             header.append(f"{column}, {split}")
             for row in summary["rows"]:

@@ -104,16 +104,23 @@ def test_a_table_has_the_best_in_bold_the_spread_over_seeds_and_the_papers_numbe
     assert lines[:4] == [
         "|  | A | paper | B | paper |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| x_1 | **55.00 ± 7.07** | 55.50 ± 0.25 | – | – |",
-        "| y | 54.00 | 50.00 | 25.00 | – |",
+        "| x_1 | 50.00 | 55.50 ± 0.25 | – | – |",  # of the seed that both have
+        "| y | **54.00** | 50.00 | 25.00 | – |",
     ]
-    assert "digits, 2 clients of 100 images, 100 % a round, 2 rounds, 1 local epochs, seeds 0, 1; 3 minutes" in lines[-2]
+    assert lines[-5:-3] == ["| --- | ---: | ---: |", "| x_1 | 55.00 ± 7.07 | 55.50 ± 0.25 |"]
+    setting = "digits, 2 clients of 100 images, 100 % a round, 2 rounds, 1 local epochs, seeds 0"
+    assert lines[-2:] == [f"- A: {setting} (more: x_1); 3 minutes", f"- B: {setting}; 1 minutes"]
     tex = report.latex(summary, paper)
-    assert r"x\_1 & \textbf{55.00 $\pm$ 7.07} {\scriptsize(55.50 $\pm$ 0.25)} & -- \\" in tex
+    assert r"y & \textbf{54.00} {\scriptsize(50.00)} & 25.00 \\" in tex
+    assert r"x\_1 & 55.00 $\pm$ 7.07 {\scriptsize(55.50 $\pm$ 0.25)} \\" in tex
     assert tex.startswith("\\begin{tabular}{lcc}\n\\toprule")
     rows = report.comma_separated(summary, paper).splitlines()
-    assert rows[1] == "A,x_1,2,55.0,7.0711,3.0,55.5,0.25,,"
+    assert rows[1] == "A,x_1,1,50.0,,3.0,55.5,0.25,,"
     assert rows[3] == "B,x_1,0,,,,,,,it has no BatchNorm"
+    assert rows[5:] == ["A,x_1,2,55.0,7.0711,3.0,55.5,0.25,,"]
+    both = summary_of({("A", row, seed): 0.5 + seed / 10 for row in ("x", "y") for seed in (0, 1)})
+    assert "| y | 55.00 ± 7.07 | – |" in report.markdown(both, {})
+    assert report.repeated(both)["cells"] == []
 
 
 def alpha_cell(values: Any) -> dict[str, Any]:

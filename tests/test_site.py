@@ -34,6 +34,7 @@ from typer.main import get_command
 from pfedla.algorithms import ALGORITHMS
 from pfedla.experiment import Experiment, check_names
 from pfedla.models import MODELS
+from pfedla.report.paper import compared
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 
@@ -192,7 +193,8 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
 
 
 def accuracies(table: str, column: str) -> dict[str, float]:
-    cells = json.loads((ROOT / "results" / table / "results.json").read_text(encoding="utf-8"))["cells"]
+    summary = json.loads((ROOT / "results" / table / "results.json").read_text(encoding="utf-8"))
+    cells = compared(summary)["cells"]
     of_column = [cell for cell in cells if cell["column"] == column and "accuracy" in cell]
     by_row = {cell["row"]: [one["accuracy"]["mean"] for one in of_column if one["row"] == cell["row"]] for cell in of_column}
     return {row: 100 * sum(values) / len(values) for row, values in by_row.items()}

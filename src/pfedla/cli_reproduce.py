@@ -87,7 +87,8 @@ def reproduce(
     summary = play.write_summary(runs, name, grid, wanted, folder)
     paths = [*report.write_tables(summary, grids.paper(name), folder), *write_figures(summary, grids.paper(name), folder)]
     if not quiet:
-        out_console.print(report.terminal_table(summary, grids.paper(name)))
+        for table in report.terminal_tables(summary, grids.paper(name)):
+            out_console.print(table)
         for path in paths:
             out_console.print(f"  {path}", soft_wrap=True)
     if stopped is not None:

@@ -54,6 +54,38 @@ def _entry(cells: list[Summary]) -> Entry:
     return Entry(tuple(100 * cell["accuracy"]["mean"] for cell in played), mib, statistics.mean(saved) if saved else None)
 
 
+def seeds_by_row(summary: Summary, column: str) -> dict[str, set[int]]:
+    """Of the rows that were played in a column."""
+    found: dict[str, set[int]] = {}
+    for cell in summary["cells"]:
+        if cell["column"] == column and "accuracy" in cell:
+            found.setdefault(cell["row"], set()).add(cell["seed"])
+    return found
+
+
+def compared(summary: Summary) -> Summary:
+    """The cells of seeds that every row of a column has: a seed is a federation, and rows are compared on the same ones."""
+    cells = []
+    for column in summary["columns"]:
+        common = set.intersection(*found) if (found := list(seeds_by_row(summary, column).values())) else set()
+        own = [cell for cell in summary["cells"] if cell["column"] == column]
+        cells += [cell for cell in own if "accuracy" not in cell or not common or cell["seed"] in common]
+    return {**summary, "cells": cells}
+
+
+def repeated(summary: Summary) -> Summary:
+    """The rows that have more seeds than others of their column, over the seeds that these share; no cells if none have."""
+    cells = []
+    for column in summary["columns"]:
+        found = seeds_by_row(summary, column)
+        more = {row: seeds for row, seeds in found.items() if len(seeds) > min(map(len, found.values()))}
+        shared = set.intersection(*more.values()) if more else set()
+        some = [cell for cell in summary["cells"] if cell["column"] == column and cell["row"] in more]
+        cells += [cell for cell in some if cell["seed"] in shared]
+    there = {cell["row"] for cell in cells}
+    return {**summary, "cells": cells, "rows": [row for row in summary["rows"] if row in there]}
+
+
 def best(column: Mapping[str, Entry]) -> str | None:
     """The row with the highest mean, as printed: equal to two decimals, the first."""
     means = {row: round(entry.mean, 2) for row, entry in column.items() if entry.mean is not None}
@@ -83,26 +115,39 @@ def settings(summary: Summary) -> list[str]:
         rounds = "/".join(str(n) for n in sorted({cell["rounds"] for cell in cells}))
         experiment = cells[0]["experiment"]
         epochs, share = experiment["training"]["local_epochs"], experiment["participation"]
-        seeds = sorted({cell["seed"] for cell in cells})
+        seeds = seeds_by_row(summary, column)
+        fewest = min(seeds.values(), key=len)
+        which = ", ".join(map(str, sorted(fewest)))
+        if more := [row for row, found in seeds.items() if len(found) > len(fewest)]:
+            which += f" (more: {', '.join(more)})"
         data = experiment["data"]
         subset = f" (subset {cells[0]['subset']})" if cells[0].get("subset") else ""
         leak = f", OVERLAPPING: {100 * cells[0]['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         clients = len(cells[0]["accuracy"]["per_client"])
         lines.append(
             f"{column}: {data['dataset']}{subset}{leak}, {clients} clients of {data['samples_per_client']} images, "
-            f"{100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {', '.join(map(str, seeds))}; "
+            f"{100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {which}; "
             f"{sum(cell['seconds'] for cell in cells) / 60:.0f} minutes"
         )
     return lines
 
 
 def markdown(summary: Summary, paper: Paper) -> str:
+    parts = [_markdown_table(compared(summary), paper)]
+    if weights := weight_table(summary):
+        parts.insert(0, _lines(weights))
+    parts.append(NOTE)
+    if (more := repeated(summary))["cells"]:
+        parts += [AGAIN, _markdown_table(more, paper)]
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in settings(summary))]) + "\n"
+
+
+def _markdown_table(summary: Summary, paper: Paper) -> str:
     found = entries(summary)
     with_mib = summary["form"] == "retained"
-    header = [""]
+    lines = [[""]]
     for column in found:
-        header += [column, "paper", *(["MiB", "saved"] if with_mib else [])]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+        lines[0] += [column, "paper", *(["MiB", "saved"] if with_mib else [])]
     for row in summary["rows"]:
         cells = [row]
         for column, rows in found.items():
@@ -112,24 +157,31 @@ def markdown(summary: Summary, paper: Paper) -> str:
             if with_mib:
                 cells += ["–" if value is None else f"{value:.2f}" for value in (entry.mib, entry.saved_mib)]
         lines.append(cells)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    shows = ""
-    if weights := weight_table(summary):
-        lines = [weights[0], ["---", *["---:"] * (len(weights[0]) - 1)], *weights[1:]]
-        shows = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
-    return f"{shows}{table}\n\n{NOTE}\n\n" + "\n".join(f"- {line}" for line in settings(summary)) + "\n"
+    return _lines(lines)
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    body = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in body)
 
 
 NOTE = (
     "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round; ± is the standard "
     "deviation over seeds. Bold: the highest of the column."
 )
+AGAIN = "The rows of which more seeds were played, over these:"
 
 
 def comma_separated(summary: Summary, paper: Paper) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["column", "row", "seeds", "accuracy", "std", "mib", "paper_accuracy", "paper_std", "paper_mib", "reason"])
+    for part in (compared(summary), repeated(summary)):
+        _write_rows(writer, part, paper)
+    return text.getvalue()
+
+
+def _write_rows(writer: Any, summary: Summary, paper: Paper) -> None:
     for column, rows in entries(summary).items():
         for row, entry in rows.items():
             theirs = paper.get(column, {}).get(row, {})
@@ -137,11 +189,14 @@ def comma_separated(summary: Summary, paper: Paper) -> str:
             writer.writerow(
                 [column, row, len(entry.accuracies), *ours, *(theirs.get(key) for key in ("mean", "std", "mib")), entry.reason]
             )
-    return text.getvalue()
 
 
 def latex(summary: Summary, paper: Paper) -> str:
-    """booktabs: ours, the best in bold, and the paper's in small print below it."""
+    """booktabs: ours, the best in bold, and the paper's in small print below it; a second table has what has more seeds."""
+    return "\n".join(_tabular(part, paper) for part in (compared(summary), repeated(summary)) if part["cells"])
+
+
+def _tabular(summary: Summary, paper: Paper) -> str:
     found = entries(summary)
     lines = [
         r"\begin{tabular}{l" + "c" * len(found) + "}", r"\toprule",
@@ -164,7 +219,14 @@ def _escaped(text: str) -> str:
     return text
 
 
-def terminal_table(summary: Summary, paper: Paper) -> Table:
+def terminal_tables(summary: Summary, paper: Paper) -> list[Table]:
+    tables = [_terminal_table(part, paper) for part in (compared(summary), repeated(summary)) if part["cells"]]
+    if tables:
+        tables[-1].caption = "\n".join([NOTE, *settings(summary)])
+    return tables
+
+
+def _terminal_table(summary: Summary, paper: Paper) -> Table:
     found = entries(summary)
     table = Table("", title=summary["title"], title_justify="left", caption_justify="left")
     for column in found:
@@ -176,7 +238,6 @@ def terminal_table(summary: Summary, paper: Paper) -> Table:
             text = shown(rows[row])
             cells += [Text(text, style="bold" if row == best(rows) else ""), printed(paper.get(column, {}).get(row))]
         table.add_row(*cells)
-    table.caption = "\n".join([NOTE, *settings(summary)])
     return table
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pfedla.report.figures import finish, save, subplots
-from pfedla.report.paper import Entries, Paper, entries
+from pfedla.report.paper import Entries, Paper, compared, entries
 from pfedla.report.paper_weights import PERIODS, Summary, by_column, evolution, heatmap, self_weights, with_alpha
 
 
@@ -120,6 +120,7 @@ FIGURES: Mapping[str, Callable[[Summary, Entries, Paper], Any]] = {
 
 
 def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
+    summary = compared(summary)
     if not by_column(summary):
         return []
     figure = FIGURES[summary["form"]](summary, entries(summary), paper)
