@@ -30,6 +30,7 @@ from blocks import (
     subcommand,
 )
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.experiment import Experiment, check_names
@@ -103,6 +104,26 @@ def test_the_options_of_scripts(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             if command.startswith(f"python benchmarks/{name}.py"):
                 given = get_command(app).make_context(name, shlex.split(command)[2:]).params
                 assert all(trial.split()[0] in ALGORITHMS for trial in given.get("trials", [])), command
+
+
+SCRIPTS = sorted({command for block in ALL for command in block.commands if command.startswith("python benchmarks/")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_play_with_a_budget_of_a_round(command: str, real, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, *words = shlex.split(command)[1:]
+    if words[0] != "digits":
+        real(words[0])
+    app = typer.Typer()
+    app.command()(script(ROOT / file, monkeypatch).main)
+    small = ["--seeds", "0", "--rounds", "1", "--local-epochs", "3", "--out", str(tmp_path / "out.jsonl")]
+    if file.endswith("joining.py"):
+        small += ["--joining-rounds", "1"]
+    CliRunner().invoke(app, [*words, *small], catch_exceptions=False)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert lines
+    assert all(line["rounds"] == 1 and line["accuracy"] for line in lines)
 
 
 # The blocks that are played.
