@@ -325,3 +325,8 @@ def test_reproduce_plays_a_figure_and_checks_it(pfedla, real, tmp_path: Path) ->
     code, out, err = pfedla(*words, "--check")
     assert code == 0, err
     assert "every number is what stands in" in out
+    path = tmp_path / "runs/reproduce/figure_weight_heatmap/results.json"
+    path.write_text(path.read_text().replace('"cpu_model": "', '"cpu_model": "not '))
+    code, _, err = pfedla(*words, "--check")
+    assert code == 2
+    assert "none of these cells was played on a CPU and torch like these" in err

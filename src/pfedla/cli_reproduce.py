@@ -32,7 +32,8 @@ def reproduce(
         bool, typer.Option("--accounting-only", help="Compute what is sent beside the paper's numbers; nothing is trained.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Play one drawn cell of OUT/results.json again and compare every number.")
+        bool,
+        typer.Option("--check", help="Play a drawn cell of OUT/results.json that ran on such a CPU again, and compare."),
     ] = False,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept; those that are there are not played again.")] = RUNS,
     out: Annotated[Path | None, typer.Option(help="Folder for table, figure and summary (default: RUNS/NAME).")] = None,
@@ -107,7 +108,11 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
     there = [cell for cell in cells if stands.get(play.place_of(cell), {}).get("run") == cell.folder]
     if not there:
         raise PfedlaError(f"{folder / play.SUMMARY} holds none of the cells that were asked for, with this budget")
-    cell = random.choice(there)
+    here = [cell for cell in there if play.ran_here(stands[play.place_of(cell)])]
+    if not here:
+        ran_on = sorted({stands[play.place_of(cell)]["run_by"].get("cpu_model", "a CPU of no known model") for cell in there})
+        raise PfedlaError(f"none of these cells was played on a CPU and torch like these, and bits differ: {'; '.join(ran_on)}")
+    cell = random.choice(here)
     before = stands[play.place_of(cell)]
     with (
         tempfile.TemporaryDirectory() as place,
@@ -118,6 +123,6 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
         again = play.cell_summary(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
     if differs := play.differences(before, again):
-        elsewhere = "" if before["run_by"] == again.get("run_by") else f"; before {before['run_by']}, now {again.get('run_by')}"
-        raise PfedlaError(f"{what}: {', '.join(differs)} are not what stands in {folder / play.SUMMARY}{elsewhere}")
+        versions = f"before {before['run_by']}, now {again.get('run_by')}"
+        raise PfedlaError(f"{what}: {', '.join(differs)} are not what stands in {folder / play.SUMMARY}; {versions}")
     out_console.print(f"{what}: every number is what stands in {folder / play.SUMMARY}", soft_wrap=True)

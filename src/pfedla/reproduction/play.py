@@ -21,7 +21,7 @@ from pfedla.reproduction.accounting import layers_of, saved_by_weights
 from pfedla.reproduction.grid import Cell, Grid, Wanted
 from pfedla.reproduction.grid import cells as cells_of
 from pfedla.result_file import read_result
-from pfedla.results import run_built
+from pfedla.results import environment, run_built
 from pfedla.run_folder import EXPERIMENT, RESULT, RunFolder
 
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
@@ -188,6 +188,12 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
             "classes": read_object(run / "federation.json")["train"],
         }
     return summary
+
+
+def ran_here(cell: dict[str, Any]) -> bool:
+    """Whether the last bits can be asked for: it was played with this torch on such a CPU."""
+    machine = environment()
+    return all(cell["run_by"].get(key) == machine[key] for key in ("torch", "cpu", "cpu_model"))
 
 
 def differences(before: dict[str, Any], again: dict[str, Any]) -> list[str]:
