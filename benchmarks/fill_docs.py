@@ -26,8 +26,8 @@ README_COLUMNS = {
 README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
 TUNING_PAGE = ROOT / "docs" / "reproduction.md"
 CHOOSING_PAGE = ROOT / "docs" / "choosing.md"
-CHOOSING = {"table1": "four classes each", "table2": "two prevail"}
-TRAFFIC_OF = "Fashion-MNIST, 10 clients, two prevail"
+CHOOSING = {"table1": "few classes each", "table2": "some prevail"}
+TRAFFIC_OF = "Fashion-MNIST, 10 clients, some prevail"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -272,7 +272,9 @@ def test_the_model_of_a_newcomer_is_tested_and_taken_out(pfedla, finished: Path)
     code, out, err = pfedla("evaluate", finished, "--client", "joined/new", "--data", "other.npz", "--json")
     assert (code, json.loads(out)["examples"]) == (0, 30), err
     (folder / "result.json").write_text("{}")
-    assert pfedla("evaluate", finished, "--client", "joined/new")[0] == 2
+    code, _, err = pfedla("evaluate", finished, "--client", "joined/new")
+    assert (code, "does not say on which examples it joined" in err) == (2, True)
+    assert pfedla("evaluate", finished, "--client", "joined/new", "--data", "other.npz")[0] == 0
 
 
 def test_a_ready_test_split_is_taken(finished: Path) -> None:

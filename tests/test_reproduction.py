@@ -109,7 +109,7 @@ def test_a_table_has_the_best_in_bold_the_spread_over_seeds_and_the_papers_numbe
     ]
     assert lines[-5:-3] == ["| --- | ---: | ---: |", "| x_1 | 55.00 ± 7.07 | 55.50 ± 0.25 |"]
     setting = "digits, 2 clients of 100 images, 100 % a round, 2 rounds, 1 local epochs, seeds 0"
-    assert lines[-2:] == [f"- A: {setting} (more: x_1); 3 minutes", f"- B: {setting}; 1 minutes"]
+    assert lines[-2:] == [f"- A: {setting}, for x_1 0, 1; 3 minutes", f"- B: {setting}; 1 minutes"]
     tex = report.latex(summary, paper)
     assert r"y & \textbf{54.00} {\scriptsize(50.00)} & 25.00 \\" in tex
     assert r"x\_1 & 55.00 $\pm$ 7.07 {\scriptsize(55.50 $\pm$ 0.25)} \\" in tex
@@ -121,6 +121,12 @@ def test_a_table_has_the_best_in_bold_the_spread_over_seeds_and_the_papers_numbe
     both = summary_of({("A", row, seed): 0.5 + seed / 10 for row in ("x", "y") for seed in (0, 1)})
     assert "| y | 55.00 ± 7.07 | – |" in report.markdown(both, {})
     assert report.repeated(both)["cells"] == []
+    apart = summary_of({("A", "x", 0): 0.5, ("A", "y", 1): 0.6})  # nothing to compare: no bold, and it is said
+    assert "| y | 60.00 | – |" in report.markdown(apart, {})
+    assert "seeds differ by row" in report.markdown(apart, {})
+    crossed = summary_of({("A", row, seed): 0.5 for row, seed in (("x", 0), ("x", 1), ("y", 1), ("y", 2), ("z", 1))})
+    assert {cell["seed"] for cell in report.compared(crossed)["cells"]} == {1}
+    assert report.repeated(crossed)["cells"] == []  # x and y have no second seed in common
 
 
 def alpha_cell(values: Any) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def test_a_run_whose_numbers_stand_beside_is_not_played_but_taken(tmp_path: Path
     named = [row.model_copy(update={"name": f"{row.name} again"}) for row in table.rows]
     other = table.model_copy(update={"rows": named})
     play.play(tmp_path / "runs", cells(table, Wanted(methods=["pfedla"])), Counting())
-    first = play.write_summary(tmp_path / "runs", "small", table, Wanted(), tmp_path / "out/small")
+    first = play.write_summary(tmp_path / "runs", "small", table, Wanted(), tmp_path / "out/table1")
     reporter, nowhere = Counting(), tmp_path / "no runs"
     stands = play.standing(tmp_path / "out/other", other)
     play.play(nowhere, cells(other, Wanted(methods=["pfedla", "fedbn"])), reporter, stands=stands)
@@ -278,6 +284,15 @@ def test_the_client_with_the_same_labels_gets_most_then_the_similar_one() -> Non
         assert same > similar > others, (column, same, similar, others)
 
 
+def test_a_run_has_the_same_numbers_wherever_it_stands() -> None:
+    found: dict[str, set[str]] = {}
+    for name in COMMITTED:
+        for cell in committed(name)["cells"]:
+            if "accuracy" in cell:
+                found.setdefault(cell["run"], set()).add(json.dumps([cell["accuracy"], cell["traffic"], cell["run_by"]]))
+    assert not [run for run, numbers in found.items() if len(numbers) > 1]
+
+
 @pytest.mark.parametrize("name", [name for name in ("table3", "effect_of_k") if name in COMMITTED])
 def test_what_was_saved_is_what_the_accounting_says(name: str) -> None:
     some = [cell for cell in committed(name)["cells"] if cell["row"] != "k = 0"]
@@ -329,4 +344,4 @@ def test_reproduce_plays_a_figure_and_checks_it(pfedla, real, tmp_path: Path) ->
     path.write_text(path.read_text().replace('"cpu_model": "', '"cpu_model": "not '))
     code, _, err = pfedla(*words, "--check")
     assert code == 2
-    assert "none of these cells was played on a CPU and torch like these" in err
+    assert "none of these cells is known to have run with this torch on such a CPU" in err

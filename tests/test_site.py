@@ -203,6 +203,12 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
     assert min(hard[name] for name in ("FedRep", "pFedLA", "HeurpFedLA")) > hard["Local"] + 3
     assert max(mixed.values()) - mixed["pFedLA"] < 1
     assert mixed["Local"] < mixed["pFedLA"] - 2
+    hundred, prevail = (accuracies(table, "CIFAR-100, 10 clients") for table in ("table1", "table2"))
+    assert max(hundred.values()) - min(hundred[name] for name in ("Local", "FedFomo", "HeurpFedLA")) <= 1
+    assert max(hundred["FedRep"], hundred["pFedLA"]) < hundred["Local"] - 2
+    assert hundred["FedAvg"] < hundred["Local"] - 20
+    assert max(mixed, key=mixed.get) == max(prevail, key=prevail.get) == "pFedLA"
+    assert prevail["Local"] < prevail["pFedLA"] - 2
     for name in ("EMNIST", "Fashion-MNIST"):
         alone, shared = (accuracies(table, f"{name}, 10 clients") for table in ("table1", "table2"))
         assert max(alone, key=alone.get) == "Local"

@@ -110,8 +110,9 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
         raise PfedlaError(f"{folder / play.SUMMARY} holds none of the cells that were asked for, with this budget")
     here = [cell for cell in there if play.ran_here(stands[play.place_of(cell)])]
     if not here:
-        ran_on = sorted({stands[play.place_of(cell)]["run_by"].get("cpu_model", "a CPU of no known model") for cell in there})
-        raise PfedlaError(f"none of these cells was played on a CPU and torch like these, and bits differ: {'; '.join(ran_on)}")
+        by = [stands[play.place_of(cell)]["run_by"] for cell in there]
+        ran_on = sorted({f"torch {one['torch']}, {one['cpu']}, {one.get('cpu_model', 'its model not recorded')}" for one in by})
+        raise PfedlaError(f"none of these cells is known to have run with this torch on such a CPU: {'; '.join(ran_on)}")
     cell = random.choice(here)
     before = stands[play.place_of(cell)]
     with (

@@ -147,9 +147,11 @@ def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
     experiment = personal.experiment
     if isinstance(personal.client, str):
         joined = personal.newcomer()
-        data = Path(str(joined.get("data")))
+        if not (isinstance(joined.get("data"), str) and isinstance(joined.get("digest"), str)):
+            raise PfedlaError(f"{personal.client}/{RESULT} does not say on which examples it joined; give a file with --data")
+        data = Path(joined["data"])
         federation, _ = newcomer_of(data, experiment, personal.federation)
-        if joined.get("digest") != digest_of(federation.train[0], federation.test[0]):
+        if joined["digest"] != digest_of(federation.train[0], federation.test[0]):
             raise PfedlaError(f"{data} is not what it was when {personal.name} joined; give a file with --data")
         return federation.test[0]
     section, federation = build_federation(experiment.data, experiment.seed)
@@ -188,16 +190,15 @@ def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
     dataset = load_arrays(path)
     known = personal.federation
-    newcomer = personal.newcomer()
-    trained_on = (personal.experiment.data.dataset, known.subset, personal.site().get("data"), newcomer.get("data"))
-    if dataset.test is None and str(path.resolve()) in trained_on:
+    brought = (personal.site().get("data"), personal.newcomer().get("data"))
+    if dataset.test is None and str(path.resolve()) in (personal.experiment.data.dataset, known.subset, *brought):
         raise PfedlaError(
             f"{path}: the run trained on these examples; mark a test split in the file, or leave --data out to test on the "
             "client's own split of a common data set"
         )
     dataset = dataset.fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
-    if dataset.client is not None and personal.experiment.data.partition == "client" and not newcomer:
+    if dataset.client is not None and personal.experiment.data.partition == "client" and personal.name in known.clients:
         who = personal.name
         if who not in dataset.client_names:
             raise PfedlaError(f"{path} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}")

@@ -157,7 +157,8 @@ def cpu_model() -> str:
     except OSError:  # not Linux
         return platform.processor()
     known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return " ".join(f"{key} {known[key]}" for key in ("vendor_id", "cpu family", "model") if key in known)
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
+    return " ".join(f"{name} {known[name]}" for name in names if name in known)
 
 
 def describe(federation: Outline) -> dict[str, Any]:
@@ -250,7 +251,8 @@ def describe_in(folder: RunFolder, federation: Outline, unseen: Outline | None =
     else:
         folder.write_json("federation.json", made_of)
     if folder.reopened and (folder.path / "environment.json").exists():
-        if changed := differing(read_object(folder.path / "environment.json"), runs_on):
+        begun_on = runs_on | read_object(folder.path / "environment.json")  # one of before knows less
+        if changed := differing(begun_on, runs_on):
             folder.say(f"not the machine the run was begun on, results may differ in the last bits: {'; '.join(changed)}")
     else:
         folder.write_json("environment.json", runs_on)

@@ -22,6 +22,7 @@ class Entry:
     """A row in a column: over the seeds. Accuracies in %, of the personal models, last round, mean of clients."""
 
     accuracies: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
     mib: float | None = None  # down and up, mean over the seeds
     saved_mib: float | None = None  # of the download, by layers that stayed at home
     reason: str = ""  # why it does not apply
@@ -51,7 +52,9 @@ def _entry(cells: list[Summary]) -> Entry:
         return Entry(reason=cells[0]["reason"] if cells else "")
     mib = statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in played) / MIB
     saved = [cell["saved_bytes"]["sent"] / MIB for cell in played if "saved_bytes" in cell]
-    return Entry(tuple(100 * cell["accuracy"]["mean"] for cell in played), mib, statistics.mean(saved) if saved else None)
+    accuracies = tuple(100 * cell["accuracy"]["mean"] for cell in played)
+    seeds = tuple(sorted(cell["seed"] for cell in played))
+    return Entry(accuracies, seeds, mib, statistics.mean(saved) if saved else None)
 
 
 def seeds_by_row(summary: Summary, column: str) -> dict[str, set[int]]:
@@ -63,33 +66,48 @@ def seeds_by_row(summary: Summary, column: str) -> dict[str, set[int]]:
     return found
 
 
+def common_seeds(summary: Summary, column: str) -> set[int]:
+    """Those that every row of a column has: a seed is a federation, and rows are compared on the same ones."""
+    found = list(seeds_by_row(summary, column).values())
+    return set.intersection(*found) if found else set()
+
+
 def compared(summary: Summary) -> Summary:
-    """The cells of seeds that every row of a column has: a seed is a federation, and rows are compared on the same ones."""
-    cells = []
-    for column in summary["columns"]:
-        common = set.intersection(*found) if (found := list(seeds_by_row(summary, column).values())) else set()
-        own = [cell for cell in summary["cells"] if cell["column"] == column]
-        cells += [cell for cell in own if "accuracy" not in cell or not common or cell["seed"] in common]
-    return {**summary, "cells": cells}
+    """The cells of the common seeds; all of them where rows have none in common."""
+    common = {column: common_seeds(summary, column) for column in summary["columns"]}
+    kept = [
+        cell
+        for cell in summary["cells"]
+        if "accuracy" not in cell or not common[cell["column"]] or cell["seed"] in common[cell["column"]]
+    ]
+    return {**summary, "cells": kept}
+
+
+def repeated_seeds(summary: Summary, column: str) -> tuple[list[str], set[int]]:
+    """The rows that have more than the common seeds, and which they share; nothing if these are not more."""
+    common = common_seeds(summary, column)
+    more = {row: seeds for row, seeds in seeds_by_row(summary, column).items() if seeds > common}
+    shared = set.intersection(*more.values()) if more else set()
+    return (list(more), shared) if common < shared and common else ([], set())
 
 
 def repeated(summary: Summary) -> Summary:
-    """The rows that have more seeds than others of their column, over the seeds that these share; no cells if none have."""
+    """The cells of these rows and seeds."""
     cells = []
     for column in summary["columns"]:
-        found = seeds_by_row(summary, column)
-        more = {row: seeds for row, seeds in found.items() if len(seeds) > min(map(len, found.values()))}
-        shared = set.intersection(*more.values()) if more else set()
-        some = [cell for cell in summary["cells"] if cell["column"] == column and cell["row"] in more]
-        cells += [cell for cell in some if cell["seed"] in shared]
+        rows, seeds = repeated_seeds(summary, column)
+        some = [cell for cell in summary["cells"] if cell["column"] == column and cell["row"] in rows]
+        cells += [cell for cell in some if cell["seed"] in seeds]
     there = {cell["row"] for cell in cells}
-    return {**summary, "cells": cells, "rows": [row for row in summary["rows"] if row in there]}
+    rows = [row for row in summary["rows"] if row in there]
+    return {**summary, "cells": cells, "rows": rows, "title": f"{summary['title']}: the rows with more seeds"}
 
 
 def best(column: Mapping[str, Entry]) -> str | None:
-    """The row with the highest mean, as printed: equal to two decimals, the first."""
+    """The row with the highest mean, as printed: equal to two decimals, the first. None if rows have other seeds."""
     means = {row: round(entry.mean, 2) for row, entry in column.items() if entry.mean is not None}
-    return max(means, key=lambda row: means[row]) if len(means) > 1 else None
+    alike = len({entry.seeds for entry in column.values() if entry.mean is not None}) == 1
+    return max(means, key=lambda row: means[row]) if len(means) > 1 and alike else None
 
 
 def shown(entry: Entry) -> str:
@@ -115,21 +133,25 @@ def settings(summary: Summary) -> list[str]:
         rounds = "/".join(str(n) for n in sorted({cell["rounds"] for cell in cells}))
         experiment = cells[0]["experiment"]
         epochs, share = experiment["training"]["local_epochs"], experiment["participation"]
-        seeds = seeds_by_row(summary, column)
-        fewest = min(seeds.values(), key=len)
-        which = ", ".join(map(str, sorted(fewest)))
-        if more := [row for row, found in seeds.items() if len(found) > len(fewest)]:
-            which += f" (more: {', '.join(more)})"
+        which = f"seeds {_listed(common_seeds(summary, column))}" if common_seeds(summary, column) else "seeds differ by row"
+        rows, more = repeated_seeds(summary, column)
+        if rows:
+            which += f", for {', '.join(rows)} {_listed(more)}"
         data = experiment["data"]
-        subset = f" (subset {cells[0]['subset']})" if cells[0].get("subset") else ""
+        subsets = sorted({cell.get("subset", "") for cell in cells})
+        subset = f" (subset {' / '.join(one or 'all' for one in subsets)})" if any(subsets) else ""
         leak = f", OVERLAPPING: {100 * cells[0]['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         clients = len(cells[0]["accuracy"]["per_client"])
         lines.append(
             f"{column}: {data['dataset']}{subset}{leak}, {clients} clients of {data['samples_per_client']} images, "
-            f"{100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, seeds {which}; "
+            f"{100 * share:.0f} % a round, {rounds} rounds, {epochs} local epochs, {which}; "
             f"{sum(cell['seconds'] for cell in cells) / 60:.0f} minutes"
         )
     return lines
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def markdown(summary: Summary, paper: Paper) -> str:
@@ -169,7 +191,7 @@ NOTE = (
     "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round; ± is the standard "
     "deviation over seeds. Bold: the highest of the column."
 )
-AGAIN = "The rows of which more seeds were played, over these:"
+AGAIN = "The rows of which more seeds were played, over all of these:"
 
 
 def comma_separated(summary: Summary, paper: Paper) -> str:

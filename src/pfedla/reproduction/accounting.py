@@ -30,9 +30,9 @@ def accounting(grid: Grid, paper: Mapping[str, Mapping[str, Any]]) -> list[dict[
     return rows
 
 
-def layers_of(dataset: str) -> Layers:
+def layers_of(dataset: str, model: str | None = None) -> Layers:
     entry = known(dataset)
-    return Layers.of(build_model(model_for(entry.shape), entry.shape, entry.num_classes, torch.Generator()))
+    return Layers.of(build_model(model or model_for(entry.shape), entry.shape, entry.num_classes, torch.Generator()))
 
 
 def saved_by_weights(alpha: npt.NDArray[np.float32], layers: Layers, k: int) -> int:

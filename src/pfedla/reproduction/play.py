@@ -18,7 +18,7 @@ from pfedla.experiment import Experiment, build, read_toml
 from pfedla.files import read_object, write_text
 from pfedla.report.figures import read_alpha, read_rounds
 from pfedla.reproduction.accounting import layers_of, saved_by_weights
-from pfedla.reproduction.grid import Cell, Grid, Wanted
+from pfedla.reproduction.grid import Cell, Grid, Wanted, names
 from pfedla.reproduction.grid import cells as cells_of
 from pfedla.result_file import read_result
 from pfedla.results import environment, run_built
@@ -37,14 +37,24 @@ def is_done(runs: Path, cell: Cell) -> bool:
 
 
 def standing(folder: Path, grid: Grid) -> dict[str, dict[str, Any]]:
-    """By their run, the cells that stand in the summary in `folder` or in one beside it: tables are made of the same runs."""
+    """By their run, the cells that stand in the summary in `folder` or of an experiment beside it: tables share runs."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.parent.glob(f"*/{SUMMARY}"), key=lambda path: path.parent == folder):  # its own come last
-        for cell in read_object(path)["cells"]:
-            if grid.form in FORMS_WITH_ALPHA and "alpha" not in cell:
-                continue
-            found[cell["run"]] = {key: value for key, value in cell.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
+    for name in [*(name for name in names() if name != folder.name), folder.name]:  # its own come last
+        path = folder.parent / name / SUMMARY
+        for cell in read_object(path)["cells"] if path.exists() else []:
+            if _is_enough(cell, grid):
+                kept = {key: value for key, value in cell.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
+                found[cell["run"]] = kept
     return found
+
+
+def _is_enough(cell: dict[str, Any], grid: Grid) -> bool:
+    """Whether a cell that another table has tells all that this one shows."""
+    if "reason" in cell:
+        return True
+    if grid.form == "retained" and cell["experiment"]["algorithm"].get("retained_layers"):
+        return "saved_bytes" in cell
+    return grid.form not in FORMS_WITH_ALPHA or "alpha" in cell
 
 
 def play(
@@ -56,15 +66,18 @@ def play(
     One that was stopped goes on where it stands.
     """
     cells = list(cells)
-    missing = [cell for cell in cells if not (is_done(runs, cell) or cell.folder in stands)]
-    for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
+
+    def is_there(cell: Cell) -> bool:
+        return cell.folder in stands or is_done(runs, cell)
+
+    for name in dict.fromkeys(cell.experiment.data.dataset for cell in cells if not is_there(cell)):
         if not datasets.state_of(name).here:
             datasets.load(name)  # says what is missing, before hours are spent on the others
     runs.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Dataset] = {}
     for cell in cells:
         one = cell.experiment
-        if cell not in missing:
+        if is_there(cell):  # by now: another process may play too
             reporter.skip(one.rounds)
             continue
         if stopping():
@@ -174,7 +187,7 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
     alpha, layers, rounds = found
     retained = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options).get("retained_layers", 0)
     if retained and experiment.participation == 1 and rounds == list(range(experiment.rounds + 1)):
-        sizes = layers_of(experiment.data.dataset)
+        sizes = layers_of(experiment.data.dataset, experiment.model)
         full = planned_traffic(sizes, len(alpha[0]), experiment.rounds, []).down_bytes
         by_weights = saved_by_weights(alpha[:-1], sizes, retained)
         summary["saved_bytes"] = {"sent": full - result["traffic"]["down_bytes"], "accounted": by_weights}
@@ -193,7 +206,7 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
 def ran_here(cell: dict[str, Any]) -> bool:
     """Whether the last bits can be asked for: it was played with this torch on such a CPU."""
     machine = environment()
-    return all(cell["run_by"].get(key) == machine[key] for key in ("torch", "cpu", "cpu_model"))
+    return bool(machine["cpu_model"]) and all(cell["run_by"].get(key) == machine[key] for key in ("torch", "cpu", "cpu_model"))
 
 
 def differences(before: dict[str, Any], again: dict[str, Any]) -> list[str]:
