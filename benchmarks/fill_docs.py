@@ -25,6 +25,7 @@ README_COLUMNS = {
 }
 README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
 TUNING_PAGE = ROOT / "docs" / "reproduction.md"
+JOINING_PAGE = ROOT / "docs" / "joining.md"
 CHOOSING_PAGE = ROOT / "docs" / "choosing.md"
 CHOOSING = {"table1": "few classes each", "table2": "some prevail"}
 TRAFFIC_OF = "Fashion-MNIST, 10 clients, some prevail"
@@ -135,6 +136,42 @@ def means(cells: list[dict[str, Any]], what: str, unit: float) -> list[float]:
     return [unit * statistics.mean(cell[what][key] for cell in cells) for key in keys]
 
 
+JOINING_ROWS = {  # what the page says, of what is in joining.jsonl
+    "Local": ("local", 50), "FedAvg": ("fedavg", 0), "FedAvg + fine-tuning": ("fedavg-ft 5", 5),
+    "FedAvg, fine-tuned for the whole budget": ("fedavg-ft 50", 50), "pFedLA, as it joins": ("pfedla before", 0),
+    "pFedLA, joined": ("pfedla after", 50), "pFedLA, after its last local training": ("pfedla after_training", 50),
+}  # fmt: skip
+
+
+def joining_table(lines: list[dict[str, Any]]) -> str:
+    """Newcomers by setting: the mean over seeds of the mean of a seed's newcomers, ± over seeds; the best in bold."""
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        settings.setdefault(f"{line['dataset']}, `{line['partition']}`", []).append(line)
+    means = {
+        row: [[100 * statistics.mean(line["accuracy"][key]) for line in some] for some in settings.values()]
+        for row, (key, _) in JOINING_ROWS.items()
+    }
+    best = [max(statistics.mean(of[column]) for of in means.values()) for column in range(len(settings))]
+    rows = []
+    for row, of in means.items():
+        cells = [row]
+        for seeds, highest in zip(of, best, strict=True):
+            mean = f"{statistics.mean(seeds):.1f}"
+            mean = f"**{mean}**" if statistics.mean(seeds) == highest else mean
+            cells.append(f"{mean} ± {statistics.stdev(seeds):.1f}")
+        rows.append([*cells, str(JOINING_ROWS[row][1])])
+    took_part = ["*those who took part: FedAvg, pFedLA*"]
+    for some in settings.values():
+        both = (100 * statistics.mean(line["took_part"][name] for line in some) for name in ("fedavg", "pfedla"))
+        took_part.append(", ".join(f"{mean:.1f}" for mean in both))
+    return table(["", *settings, "local epochs of the newcomer"], [*rows, [*took_part, ""]])
+
+
+def read_lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (HERE / "results" / name).read_text(encoding="utf-8").splitlines()]
+
+
 def filled(page: Path, mark: str, content: str) -> None:
     pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
     text = page.read_text(encoding="utf-8")
@@ -149,8 +186,8 @@ def main() -> None:
         if report.exists():
             filled(PAGE, mark, make(json.loads(report.read_text(encoding="utf-8"))))
     for page, mark in ((RULE_PAGE, "validation"), (TUNING_PAGE, "tuning")):
-        trials = (HERE / "results" / f"{mark}.jsonl").read_text(encoding="utf-8")
-        filled(page, mark, trials_table([json.loads(line) for line in trials.splitlines()]))
+        filled(page, mark, trials_table(read_lines(f"{mark}.jsonl")))
+    filled(JOINING_PAGE, "joining", joining_table(read_lines("joining.jsonl")))
     filled(ROOT / "README.md", "tables", readme_table())
     filled(CHOOSING_PAGE, "choosing", choosing_table())
     for result in sorted((ROOT / "results").glob("*/table.md")):

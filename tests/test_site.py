@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 
 import pytest
@@ -217,6 +218,21 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
         other = {"Per-FedAvg": "FedFomo", "FedFomo": "Per-FedAvg"}[first]
         assert shared[first] - shared["pFedLA"] < 1
         assert max(shared["Local"], shared[other]) < shared["pFedLA"] - 2
+
+
+def test_joining_has_the_committed_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = script(ROOT / "benchmarks" / "fill_docs.py", monkeypatch)
+    lines = fill.read_lines("joining.jsonl")
+    assert fill.joining_table(lines) in fill.JOINING_PAGE.read_text(encoding="utf-8")
+
+    def newcomers(dataset: str, partition: str, key: str) -> float:
+        some = [line for line in lines if (line["dataset"], line["partition"]) == (dataset, partition)]
+        return mean(value for line in some for value in line["accuracy"][key])
+
+    for partition in ("dominant", "classes"):  # what the page and choosing.md say
+        alone, tuned, joined = (newcomers("fashion-mnist", partition, key) for key in ("local", "fedavg-ft 50", "pfedla after"))
+        assert joined > max(alone + 0.04, tuned + 0.02)
+        assert newcomers("digits", partition, "pfedla after") < newcomers("digits", partition, "fedavg-ft 50") - 0.02
 
 
 def accuracies(table: str, column: str) -> dict[str, float]:
