@@ -64,9 +64,13 @@ def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
     if words[0] in ("evaluate", "export", "join", "report") or "--resume" in words:
         for folder in itertools.takewhile(lambda word: not word.startswith("-"), words[1:]):
             pfedla("run", "--rounds", 1, "--out", folder, "-q")
-    if words[0] == "join":
+    newcomer = next((word.removeprefix("joined/") for word in words if word.startswith("joined/")), None)
+    if words[0] == "join" or newcomer:
         x = np.random.default_rng(0).integers(0, 17, (40, 8, 8), np.uint8)  # as digits are
-        np.savez(words[words.index("--data") + 1], x=x, y=np.arange(40) % 10)
+        np.savez("new.npz", x=x, y=np.arange(40) % 10)
+    if newcomer:
+        pfedla("join", words[1], "--data", "new.npz", "--name", newcomer, "--rounds", 1, "-q")
+    if words[0] == "join":
         words += ["--rounds", "1"]
     if "--resume" in words:
         words += ["--rounds", "2"]
