@@ -210,6 +210,10 @@ def test_choosing_has_the_committed_numbers_and_says_what_they_say(monkeypatch: 
     assert hundred["FedAvg"] < hundred["Local"] - 20
     assert max(mixed, key=mixed.get) == max(prevail, key=prevail.get) == "pFedLA"
     assert prevail["Local"] < prevail["pFedLA"] - 2
+    many = accuracies("many_clients", "CIFAR-10, 100 clients")
+    assert max(many, key=many.get) == "FedRep"
+    assert 4 < many["FedRep"] - many["pFedLA (all)"] < 6
+    assert many["FedAvg"] < many["FedRep"] - 10
     for name in ("EMNIST", "Fashion-MNIST"):
         alone, shared = (accuracies(table, f"{name}, 10 clients") for table in ("table1", "table2"))
         assert max(alone, key=alone.get) == "Local"
