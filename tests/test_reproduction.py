@@ -284,6 +284,22 @@ def test_the_client_with_the_same_labels_gets_most_then_the_similar_one() -> Non
         assert same > similar > others, (column, same, similar, others)
 
 
+def test_a_leak_pays_where_training_goes_on_for_longer_and_is_not_all_of_the_papers_number() -> None:
+    """What the README of the leak says."""
+    found = {(cell["row"], cell["column"]): cell for cell in committed("leak")["cells"]}
+
+    def percent(row: str, column: str) -> float:
+        return 100 * found[row, column]["accuracy"]["mean"]
+
+    assert all(abs(percent(row, "overlapping") - percent(row, "disjoint")) < 1 for row in ("FedAvg", "pFedLA"))
+    longer = "FedAvg, 20 times the rate"
+    assert 1 < percent(longer, "overlapping") - percent(longer, "disjoint") < 2
+    leaked = found[longer, "overlapping"]["leaked_test_share"]
+    assert leaked < 0.5
+    assert round(100 * leaked + (1 - leaked) * percent(longer, "disjoint")) == 93
+    assert grids.paper("leak")["overlapping"]["FedAvg"]["mean"] > 98
+
+
 def test_a_run_has_the_same_numbers_wherever_it_stands() -> None:
     found: dict[str, set[str]] = {}
     for name in COMMITTED:
