@@ -300,6 +300,37 @@ def test_a_leak_pays_where_training_goes_on_for_longer_and_is_not_all_of_the_pap
     assert grids.paper("leak")["overlapping"]["FedAvg"]["mean"] > 98
 
 
+def test_weights_per_layer_pay_as_their_readme_says() -> None:
+    found = report.entries(report.compared(committed("per_layer")))
+
+    def ahead(column: str, of: str) -> float:
+        ours, theirs = found[column]["pFedLA per layer"].mean, found[column][of].mean
+        assert ours is not None
+        assert theirs is not None
+        return ours - theirs
+
+    easy, hard = "Fashion-MNIST, classes", "CIFAR-10, classes"
+    shared_easy, shared_hard = "Fashion-MNIST, dominant", "CIFAR-10, dominant"
+    model, tuned = "pFedLA per model", "FedAvg + fine-tuning"
+    assert abs(ahead(easy, model)) < 0.5
+    assert ahead(hard, model) > 1.9
+    assert ahead(shared_hard, model) > 2.5
+    assert ahead(shared_easy, model) > 4
+    assert ahead(easy, tuned) > 3
+    assert ahead(hard, tuned) > 2
+    assert all(0 < ahead(column, tuned) < 1 for column in (shared_easy, shared_hard))
+    assert all(abs(ahead(column, "FedRep")) < 1.5 for column in found)
+    assert [column for column in found if ahead(column, "FedRep") < 0] == [hard]
+    assert round(ahead(hard, "FedBN")) == 16
+    assert round(ahead(shared_hard, "FedBN")) == 6
+    worst = {
+        (cell["column"], cell["row"]): cell["accuracy"]["worst"]
+        for cell in committed("per_layer")["cells"]
+        if "accuracy" in cell
+    }
+    assert sum(worst[column, tuned] < worst[column, "pFedLA per layer"] for column in found) == 3
+
+
 def test_a_run_has_the_same_numbers_wherever_it_stands() -> None:
     found: dict[str, set[str]] = {}
     for name in COMMITTED:
