@@ -331,6 +331,20 @@ def test_weights_per_layer_pay_as_their_readme_says() -> None:
     assert sum(worst[column, tuned] < worst[column, "pFedLA per layer"] for column in found) == 3
 
 
+def test_more_neighbours_are_better_on_cifar10_as_their_readme_says() -> None:
+    found = report.entries(committed("effect_of_neighbours"))["CIFAR-10"]
+    means = [found[f"K = {neighbours}"].mean or 0 for neighbours in (4, 5, 7, 9)]
+    everyone = report.entries(committed("many_clients"))["CIFAR-10, 100 clients"]["pFedLA (all)"].mean or 0
+    assert [*means, everyone] == sorted([*means, everyone])
+    assert 0.8 < (means[-1] - means[0]) / 5 < 1.2
+    assert 0.5 < everyone - means[-1] < 1.5
+    curves = {
+        cell["row"]: dict(cell["curve"]) for cell in committed("effect_of_neighbours")["cells"] if cell["column"] == "CIFAR-10"
+    }
+    early = [curves[f"K = {neighbours}"][50] for neighbours in (9, 7, 5, 4)]
+    assert early == sorted(early)
+
+
 def test_a_run_has_the_same_numbers_wherever_it_stands() -> None:
     found: dict[str, set[str]] = {}
     for name in COMMITTED:
