@@ -98,18 +98,19 @@ def draw_curves(summary: Summary, entered: Entries, paper: Paper) -> Any:
     figure, axes = subplots(-(-len(found) // across), across, figsize=(4 * across, 3.2 * -(-len(found) // across)))
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
+    lines: dict[str, Any] = {}  # a row may be in some panels only
     for axis, (column, cells) in zip(axes.flat, found.items(), strict=False):
         for position, row in enumerate(summary["rows"]):
             curves = [cell["curve"] for cell in cells if cell["row"] == row]
             if curves and len({len(curve) for curve in curves}) == 1:
                 points = np.mean(np.array(curves, float), axis=0)
                 ours = row.startswith(("pFedLA", "HeurpFedLA"))
-                axis.plot(
-                    points[:, 0], 100 * points[:, 1], label=row, color=f"C{position % 10}", linewidth=2.2 if ours else 1.2
-                )
+                style = {"color": f"C{position % 10}", "linestyle": "-" if position < 10 else "--"}
+                (lines[row],) = axis.plot(points[:, 0], 100 * points[:, 1], linewidth=2.2 if ours else 1.2, **style)
         axis.set(title=column, xlabel="round", ylabel="test accuracy (%)")
         finish(axis)
-    axes.flat[0].legend(fontsize=7, ncols=2)
+    rows = [row for row in summary["rows"] if row in lines]
+    figure.legend([lines[row] for row in rows], rows, loc="outside lower center", fontsize=8, ncols=3 * across)
     return figure
 
 
