@@ -12,7 +12,7 @@ from typing import Any
 import bench_choice
 import bench_phases
 import bench_round
-from pfedla.report.paper import compared
+from pfedla.report.paper import Entry, compared, entries, repeated, shown
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -28,6 +28,7 @@ TUNING_PAGE = ROOT / "docs" / "reproduction.md"
 JOINING_PAGE = ROOT / "docs" / "joining.md"
 CHOOSING_PAGE = ROOT / "docs" / "choosing.md"
 CHOOSING = {"table1": "few classes each", "table2": "some prevail"}
+OURS = ("pFedLA", "HeurpFedLA")
 TRAFFIC_OF = "Fashion-MNIST, 10 clients, some prevail"
 
 
@@ -130,6 +131,38 @@ def choosing_table() -> str:
     return table([*header, f"MiB down / up, {TRAFFIC_OF}"], [[row, *cells, traffic[row]] for row, cells in shown.items()])
 
 
+def verdict(first: Entry, ours: Entry) -> str:
+    """Whether ours is first, or within one standard deviation (over seeds, of the first) of it."""
+    behind = (first.mean or 0) - (ours.mean or 0)
+    if behind <= 0:
+        return "first"
+    if first.std is None:
+        return f"{behind:.1f} behind; no deviation from one seed"
+    return f"{behind:.1f} behind, " + ("within" if behind <= first.std else "more than") + " one deviation"
+
+
+def standings() -> dict[tuple[str, str], tuple[str, Entry, str, Entry]]:
+    """By table and column: the first and its entry, the better of ours and its entry; of the rows with most seeds."""
+    found = {}
+    for name in CHOOSING:
+        summary = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+        for column, rows in (entries(compared(summary)) | entries(repeated(summary))).items():
+            there = {row: entry for row, entry in rows.items() if entry.mean is not None}
+            ours, first = (max(some, key=lambda row: there[row].mean or 0) for some in (set(OURS) & set(there), there))
+            found[name, column] = (first, there[first], ours, there[ours])
+    return found
+
+
+def standing_table() -> str:
+    rows = []
+    for (name, column), (first, best, ours, entry) in standings().items():
+        seeds = str(len(best.seeds))
+        rows.append(
+            [f"{column}, {CHOOSING[name]}", f"{first} {shown(best)}", f"{ours} {shown(entry)}", seeds, verdict(best, entry)]
+        )
+    return table(["", "first", "the better of pFedLA and HeurpFedLA", "seeds", "stands"], rows)
+
+
 def means(cells: list[dict[str, Any]], what: str, unit: float) -> list[float]:
     """The mean and worst accuracy, or the bytes down and up, over seeds."""
     keys = {"accuracy": ("mean", "worst"), "traffic": ("down_bytes", "up_bytes")}[what]
@@ -190,6 +223,7 @@ def main() -> None:
     filled(JOINING_PAGE, "joining", joining_table(read_lines("joining.jsonl")))
     filled(ROOT / "README.md", "tables", readme_table())
     filled(CHOOSING_PAGE, "choosing", choosing_table())
+    filled(TUNING_PAGE, "standing", standing_table())
     for result in sorted((ROOT / "results").glob("*/table.md")):
         readme = ROOT / "experiments" / result.parent.name / "README.md"
         picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"
