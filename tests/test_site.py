@@ -243,6 +243,9 @@ def test_where_pfedla_stands_is_of_the_committed_numbers_and_the_readmes_say_it(
     first, behind, deviation = found["table2", "CIFAR-10, 10 clients"]
     assert first == "FedRep"
     assert deviation < behind < 1.5
+    first, behind, deviation = found["table2", "EMNIST, 10 clients"]
+    assert first == "Per-FedAvg"
+    assert deviation < behind < 1.5
     seeds = {place: len(best.seeds) for place, (_, best, _, _) in fill.standings().items()}
     assert all(count == 3 for (_, column), count in seeds.items() if column.startswith(("Fashion", "CIFAR-10,")))
 
