@@ -12,7 +12,7 @@ from typing import Any
 import bench_choice
 import bench_phases
 import bench_round
-from pfedla.report.paper import Entry, compared, entries, repeated, shown
+from pfedla.report.paper import Entry, best, compared, entries, repeated, shown
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -102,11 +102,16 @@ def trials_table(lines: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
+def results(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+    return content
+
+
 def readme_table() -> str:
     """Of Tables 1 and 2, what the README shows: seed 0, ten clients."""
     shown: dict[str, list[str]] = {row: [] for row in README_ROWS}
     for name, data in README_COLUMNS.values():
-        cells = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))["cells"]
+        cells = results(name)["cells"]
         found = {cell["row"]: cell for cell in cells if (cell["column"], cell["seed"]) == (f"{data}, 10 clients", 0)}
         for row in README_ROWS:
             accuracy, traffic = found[row]["accuracy"], found[row]["traffic"]
@@ -119,7 +124,7 @@ def choosing_table() -> str:
     """Tables 1 and 2 in one, without the paper's numbers, and the traffic of one column; of the seeds that all have."""
     header, shown, traffic = [""], dict[str, list[str]](), dict[str, str]()
     for name, split in CHOOSING.items():
-        summary = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+        summary = results(name)
         played = [cell for cell in compared(summary)["cells"] if "accuracy" in cell]  # else the method does not fit the model
         for column in (column for column in summary["columns"] if any(cell["column"] == column for cell in played)):
             header.append(f"{column}, {split}")
@@ -145,21 +150,20 @@ def standings() -> dict[tuple[str, str], tuple[str, Entry, str, Entry]]:
     """By table and column: the first and its entry, the better of ours and its entry; of the rows with most seeds."""
     found = {}
     for name in CHOOSING:
-        summary = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+        summary = results(name)
         for column, rows in (entries(compared(summary)) | entries(repeated(summary))).items():
-            there = {row: entry for row, entry in rows.items() if entry.mean is not None}
-            ours, first = (max(some, key=lambda row: there[row].mean or 0) for some in (set(OURS) & set(there), there))
-            found[name, column] = (first, there[first], ours, there[ours])
+            own = {row: rows[row].mean or 0 for row in OURS if row in rows}
+            first, ours = best(rows), max(own, key=own.__getitem__)
+            if first is not None:
+                found[name, column] = (first, rows[first], ours, rows[ours])
     return found
 
 
 def standing_table() -> str:
     rows = []
-    for (name, column), (first, best, ours, entry) in standings().items():
-        seeds = str(len(best.seeds))
-        rows.append(
-            [f"{column}, {CHOOSING[name]}", f"{first} {shown(best)}", f"{ours} {shown(entry)}", seeds, verdict(best, entry)]
-        )
+    for (name, column), (first, highest, ours, entry) in standings().items():
+        there = [f"{first} {shown(highest)}", f"{ours} {shown(entry)}", str(len(highest.seeds)), verdict(highest, entry)]
+        rows.append([f"{column}, {CHOOSING[name]}", *there])
     return table(["", "first", "the better of pFedLA and HeurpFedLA", "seeds", "stands"], rows)
 
 
