@@ -18,13 +18,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pfedla.algorithms import create
-from pfedla.contracts import LocalTraining
+from pfedla.core.contracts import LocalTraining
+from pfedla.core.models import build_model
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
-from pfedla.models import build_model
-from pfedla.results import environment
-from pfedla.rounds import everyone
-from pfedla.tasks import task_of
+from pfedla.runs.result import environment
 
 HERE = Path(__file__).parent
 CLASSES = 10

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pfedla
-from pfedla.console import Reporter
-from pfedla.experiment import Experiment
 from pfedla.flower.layout import planned, read_plan, write_deployment
 from pfedla.flower.local import LOOPBACK, run_locally
-from pfedla.interruption import Interruption
-from pfedla.result_file import read_result
-from pfedla.results import environment
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.interruption import Interruption
+from pfedla.runs.progress import Reporter
+from pfedla.runs.result import environment
+from pfedla.runs.result_file import read_result
 
 RESULTS = Path(__file__).parent / "results" / "deployment.json"
 ROUNDS = 3

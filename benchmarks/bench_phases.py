@@ -22,7 +22,7 @@ from rich.table import Table
 
 from fixed_work import DATASETS
 from pfedla.data.datasets import state_of
-from pfedla.results import environment
+from pfedla.runs.result import environment
 from processes import machine_seconds
 
 HERE = Path(__file__).parent

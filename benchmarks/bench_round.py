@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fixed_work import DATASETS, Work, flop_per_sample, lay_out
-from pfedla.results import environment
+from pfedla.runs.result import environment
 from processes import Contender, machine_seconds
 
 HERE = Path(__file__).parent

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pfedla.engines.allocator import keep_freed_memory
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,15 +28,14 @@ from torch import nn
 
 from pfedla.algorithms import create
 from pfedla.algorithms.pfedla import PFedLA
-from pfedla.contracts import Algorithm, Cohort, LocalTraining, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, LocalTraining, Payload, ServerState
+from pfedla.core.layers import take
+from pfedla.core.models import build_model
+from pfedla.core.rounds import sample_cohort
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines.allocator import keep_freed_memory
-from pfedla.models import build_model
-from pfedla.results import environment
-from pfedla.rounds import sample_cohort
-from pfedla.simulation import simulate
-from pfedla.tasks import task_of
-from pfedla.tree import take
+from pfedla.runs.result import environment
+from pfedla.runs.simulation import simulate
 
 PARTICIPANTS, STEPS, LONG = 10, 9, 10.0  # a textbook step that takes longer (seconds) is the last of its kind
 RESULTS = Path(__file__).parent / "results"

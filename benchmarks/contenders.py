@@ -15,11 +15,11 @@ import torch
 
 from fixed_work import CLASSES, TextbookCNN, Work, loaders, mean_of, read_federation, train_textbook
 from pfedla.algorithms.fedavg import FedAvg
-from pfedla.contracts import ClientState, LocalData, LocalResult, LocalTraining, Payload
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, LocalTraining, Payload
+from pfedla.core.models import build_model, model_for
+from pfedla.core.rounds import run_rounds
+from pfedla.core.tasks import task_of
 from pfedla.engines import create_engine
-from pfedla.models import build_model, model_for
-from pfedla.rounds import run_rounds
-from pfedla.tasks import task_of
 
 Play = Callable[[], Mapping[str, Any] | None]  # a round; what it returns is answered beside its seconds
 Serve = Callable[[Play], None]

@@ -12,7 +12,7 @@ from typing import Any
 import bench_choice
 import bench_phases
 import bench_round
-from pfedla.report.paper import Entry, best, compared, entries, repeated, shown
+from pfedla.reproduction.paper_tables import Entry, best, compared, entries, repeated, shown
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

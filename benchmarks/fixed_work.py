@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from pfedla.core.models import PaperCNN, model_for
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.experiment import Experiment, build
-from pfedla.models import PaperCNN, model_for
+from pfedla.runs.experiment import Experiment, build
 
 CLASSES = 10
 TEST_SHARE = 0.3

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from fixed_work import DATASETS, Work, lay_out
-from pfedla.results import environment
+from pfedla.runs.result import environment
 from processes import Contender
 
 RECORDED = Path(__file__).parent.parent / "tests" / "speed.json"

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pfedla.algorithms.finetune import FedAvgFineTuned
-from pfedla.contracts import ServerState
-from pfedla.experiment import Built, Experiment, build
-from pfedla.joining import ROUNDS, Terms, join
-from pfedla.simulation import simulate_method
+from pfedla.core.contracts import ServerState
+from pfedla.runs.experiment import Built, Experiment, build
+from pfedla.runs.joining import ROUNDS, Terms, join
+from pfedla.runs.simulation import simulate_method
 
 OUT = Path(__file__).parent / "results" / "joining.jsonl"
 

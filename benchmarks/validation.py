@@ -19,9 +19,9 @@ from rich.progress import track
 from rich.table import Table
 
 from pfedla import simulate
+from pfedla.core.errors import GaveUpError
 from pfedla.data.federation import Federation, federation_of
-from pfedla.errors import GaveUpError
-from pfedla.experiment import Experiment, build
+from pfedla.runs.experiment import Experiment, build
 
 OUT = Path(__file__).parent / "results" / "validation.jsonl"
 

@@ -1,4 +1,4 @@
-"""Write docs/experiment-file.md: every key of the experiment file, as pfedla.experiment and the algorithms have it.
+"""Write docs/experiment-file.md: every key of the experiment file, as pfedla.runs.experiment and the algorithms have it.
 
 python docs/experiment_file.py
 
@@ -20,9 +20,9 @@ from typer.main import get_command
 from pfedla.algorithms import ALGORITHMS, options_model
 from pfedla.cli import app
 from pfedla.engines import ENGINE_NAMES
-from pfedla.experiment import AUTO, AlgorithmSection, Experiment
-from pfedla.models import MODELS
-from pfedla.options import PLACES
+from pfedla.runs.experiment import AUTO, AlgorithmSection, Experiment
+from pfedla.core.models import MODELS
+from pfedla.runs.overrides import PLACES
 
 PAGE = Path(__file__).parent / "experiment-file.md"
 CHOICES = {"model": MODELS, "engine.name": ENGINE_NAMES, "algorithm.name": ALGORITHMS}  # plain strings to the classes

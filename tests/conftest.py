@@ -11,18 +11,17 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from pfedla.algorithms import ALGORITHMS, create
-from pfedla.cli import main
-from pfedla.communication import Traffic
-from pfedla.contracts import Algorithm, Cohort, Engine, LocalTraining, Params, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, Engine, Params, Payload, ServerState
+from pfedla.core.errors import NotApplicableError
+from pfedla.core.faults import Faults
+from pfedla.core.rounds import Round, Traffic, run_rounds
+from pfedla.core.settings import EngineSettings, Recalibrate, Training
+from pfedla.core.tasks import task_of
+from pfedla.core.uploads import NO_ANSWER, Accepted, accept
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
-from pfedla.engines.clients import NO_FAULTS
-from pfedla.errors import NotApplicableError
-from pfedla.faults import Faults
-from pfedla.rounds import Round, run_rounds
-from pfedla.tasks import task_of
-from pfedla.uploads import NO_ANSWER, Accepted, accept
+from pfedla.engines.client import NO_FAULTS, SimulatedClients
 
 settings.register_profile("pfedla", deadline=None)  # a busy machine is no failure
 settings.load_profile("pfedla")
@@ -68,13 +67,30 @@ def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
     return Federation(train, test, tuple(map(str, range(CLASSES))))
 
 
+def budget(lr: float, local_epochs: int, batch_size: int, augment: bool = False) -> Training:
+    return Training(lr=lr, local_epochs=local_epochs, batch_size=batch_size, augment=augment)
+
+
+def engine_for(
+    algorithm: Algorithm,
+    federation: Federation,
+    name: str = "threaded",
+    *,
+    threads: int = 1,
+    recalibrate: Recalibrate = "never",
+    faults: Faults = NO_FAULTS,
+) -> SimulatedClients:
+    settings = EngineSettings(name=name, threads=threads)
+    return create_engine(algorithm, federation, settings, recalibrate=recalibrate, faults=faults)
+
+
 def make(
     name: str, *, batch_norm: bool | None = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
 ) -> Algorithm:
     """A method or variant for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
     module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
     name, preset = VARIANTS.get(name, (name, PRESETS.get(name, {})))
-    return create(name, task_of(module), LocalTraining(lr, epochs, batch_size), preset | options)
+    return create(name, task_of(module), budget(lr, epochs, batch_size), preset | options)
 
 
 def applies(name: str, batch_norm: bool) -> bool:
@@ -101,8 +117,8 @@ def play(
 ) -> tuple[list[Round], Params]:  # fmt: skip
     """Rounds played, and everybody's private state after them. Servers are copied: a round may write into the one before."""
     server = copy.deepcopy(server) if server else algorithm.init_server(len(federation), seed)
-    with create_engine(
-        engine, algorithm, federation, device="cpu", threads=threads, recalibrate="unsampled", faults=faults
+    with engine_for(
+        algorithm, federation, engine, threads=threads, recalibrate="unsampled", faults=faults
     ) as where:
         if clients is not None:
             where.load(clients)
@@ -151,6 +167,8 @@ def pfedla(
     """The command line in this process, in an empty folder: (exit code, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+
+    from pfedla.cli import main
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["pfedla", *map(str, args)])

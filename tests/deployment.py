@@ -24,15 +24,15 @@ import torch
 from safetensors.torch import load_file
 
 import pfedla
-from pfedla.errors import PfedlaError
-from pfedla.experiment import Experiment
-from pfedla.faults import Faults
+from pfedla.core.errors import PfedlaError
+from pfedla.core.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.keys import write_certificates, write_node_key
 from pfedla.flower.layout import _write_app, planned, read_plan, write_deployment
 from pfedla.flower.local import LOOPBACK, LocalFederation, descendants, free_port, gather_models
 from pfedla.flower.plan import Plan
-from pfedla.result_file import read_result
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.result_file import read_result
 
 BEGUN = time.monotonic()
 MARK = "PFEDLA_DEPLOYMENT_TEST"

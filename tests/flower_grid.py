@@ -9,13 +9,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from pfedla.console import Reporter
-from pfedla.experiment import Experiment
 from pfedla.flower.client_app import reply
 from pfedla.flower.keys import pem_of
 from pfedla.flower.layout import OwnData, planned, read_plan, write_deployment
 from pfedla.flower.plan import Plan
 from pfedla.flower.server_app import serve
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.progress import Reporter
 
 # The client's number and its reply; None: nothing comes, an exception: it cannot be read.
 Change = Callable[[int, Message], Message | Exception | None]

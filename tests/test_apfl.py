@@ -3,22 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, play, toy_federation
+from conftest import TinyNet, assert_same, budget, engine_for, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
 from pfedla.algorithms.apfl import APFL, MIXING, PERSONAL
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.local import Local
-from pfedla.contracts import LocalData, LocalTraining, Payload
+from pfedla.core.contracts import LocalData, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError
-from pfedla.rounds import everyone
-from pfedla.tasks import task_of
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
-TRAINING = LocalTraining(0.1, 2, 5)
+TRAINING = budget(0.1, 2, 5)
 
 
 def apfl(batch_norm: bool = False, **options: object) -> APFL:
@@ -28,7 +27,7 @@ def apfl(batch_norm: bool = False, **options: object) -> APFL:
 def models(algorithm, federation: Federation, **how) -> list[dict]:
     """Everybody's personal model after a few rounds."""
     played, clients = play(algorithm, federation, **how)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         engine.load(clients)
         cohort = everyone(federation.num_examples, 4, 0)
         return engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
@@ -36,7 +35,7 @@ def models(algorithm, federation: Federation, **how) -> list[dict]:
 
 def test_one_step_by_hand() -> None:
     """A bias of two classes, one example of class 0: the gradient is (p0 - 1, p1)."""
-    algorithm = APFL(task=task_of(nn.Linear(1, 2)), training=LocalTraining(0.5, 1, 1), mixing=0.25)
+    algorithm = APFL(task=task_of(nn.Linear(1, 2)), training=budget(0.5, 1, 1), mixing=0.25)
     own, received = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 0.0])
     zero = torch.zeros(2, 1)
     client = {PERSONAL + "weight": zero, PERSONAL + "bias": own, MIXING: torch.tensor(0.25)}

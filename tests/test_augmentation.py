@@ -3,22 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from conftest import NOTHING, TinyNet, assert_same, play, toy_federation
+from conftest import NOTHING, TinyNet, assert_same, budget, engine_for, play, toy_federation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
 from pfedla import simulate
 from pfedla.algorithms import create
-from pfedla.augmentation import PADDING, cropped, draw_crops
-from pfedla.contracts import LocalTraining
+from pfedla.core.contracts import generator
+from pfedla.core.errors import PfedlaError
+from pfedla.core.models import SmallCNN
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
+from pfedla.core.training import PADDING, cropped, draw_crops
 from pfedla.data.federation import Federation, federation_of
-from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError
-from pfedla.models import SmallCNN
-from pfedla.rounds import everyone
-from pfedla.seeds import generator
-from pfedla.tasks import task_of
 
 
 def plainly(image: torch.Tensor, down: int, right: int, mirrored: int) -> torch.Tensor:
@@ -66,7 +64,7 @@ def photos() -> Federation:
 
 def algorithm(augment: bool):
     torch.manual_seed(0)
-    return create("fedavg", task_of(SmallCNN((3, 8, 8), 3)), LocalTraining(0.05, 2, 8, augment))
+    return create("fedavg", task_of(SmallCNN((3, 8, 8), 3)), budget(0.05, 2, 8, augment))
 
 
 def test_engines_agree_and_the_seed_decides(photos: Federation) -> None:
@@ -82,10 +80,10 @@ def test_engines_agree_and_the_seed_decides(photos: Federation) -> None:
 
 
 def test_it_is_off_by_default_and_leaves_the_batches_alone(photos: Federation) -> None:
-    assert LocalTraining(0.1, 1, 1).augment is False
+    assert budget(0.1, 1, 1).augment is False
     cohort = everyone(photos.num_examples, 1, 0)
     plain, shaken = (
-        create_engine("threaded", algorithm(augment), photos, device="cpu", threads=1, recalibrate="unsampled")
+        engine_for(algorithm(augment), photos, threads=1, recalibrate="unsampled")
         .client(0)
         .local_data(cohort, NOTHING)
         for augment in (False, True)

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pfedla.rounds
+import pfedla.core.rounds
 from pfedla import simulate
-from pfedla.contracts import Algorithm, Answer, Cohort, Failure, LocalResult, Payload
+from pfedla.core.contracts import Algorithm, Answer, Cohort, Failure, LocalResult, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import take
+from pfedla.core.rounds import Round, everyone, sample_cohort
+from pfedla.core.uploads import NO_ANSWER, accept, too_long, update_norm
 from pfedla.data.federation import Federation
 from pfedla.engines import ENGINES, create_engine
-from pfedla.errors import PfedlaError
-from pfedla.rounds import Round, everyone, sample_cohort
-from pfedla.tree import take
-from pfedla.uploads import NO_ANSWER, accept, too_long, update_norm
 
 BAD = 2  # the client that sends it
 Played = tuple[list[Round], dict[str, Tensor]]
@@ -113,7 +113,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
         cohort = sample_cohort(*args)
         return cohort.only((cohort.ids != BAD).nonzero().squeeze(1))
 
-    monkeypatch.setattr(pfedla.rounds, "sample_cohort", without)
+    monkeypatch.setattr(pfedla.core.rounds, "sample_cohort", without)
 
 
 @pytest.mark.parametrize("name", [*methods(), "pfedla-held-out"])

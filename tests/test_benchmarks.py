@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfedla.models import PaperCNN
+from pfedla.core.models import PaperCNN
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -12,14 +12,14 @@ from conftest import SIZES, assert_same, flat, make, methods, toy_federation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import pfedla.simulation
-from pfedla.checkpoint import Cadence, Checkpoints, Progress, differing
-from pfedla.errors import PfedlaError, Stopped
-from pfedla.experiment import Experiment
-from pfedla.faults import Faults
-from pfedla.rounds import Round
-from pfedla.run_folder import RunFolder
-from pfedla.simulation import Settings, Simulation, simulate_method
+import pfedla.runs.simulation
+from pfedla.core.errors import PfedlaError, Stopped
+from pfedla.core.faults import Faults
+from pfedla.core.rounds import Round
+from pfedla.runs.checkpoint import Cadence, Checkpoints, Progress, differing
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.simulation import Settings, Simulation, simulate_method
 
 ROUNDS = 5
 TROUBLE = Faults(dropout=0.3, attack="nan", attackers=0.5, attack_rate=0.5)
@@ -91,7 +91,7 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
     first: int, then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluated every second round, and with so few snapshots that a longer run has fewer per round."""
-    monkeypatch.setattr(pfedla.simulation, "SNAPSHOTS", 3)
+    monkeypatch.setattr(pfedla.runs.simulation, "SNAPSHOTS", 3)
     straight = go(tmp_path / "straight", rounds=then, evaluate_every=2)
     assert go(tmp_path / "long", rounds=first, evaluate_every=2) is not None
     assert_ends_equal(go(tmp_path / "long", rounds=then, evaluate_every=2), straight)
@@ -99,7 +99,7 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
 
 def test_a_run_killed_between_its_last_round_and_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rounds are played, the result was not written: the end is computed from the checkpoint alone."""
-    monkeypatch.setattr(pfedla.simulation, "SNAPSHOTS", 3)  # so that the last is out of turn
+    monkeypatch.setattr(pfedla.runs.simulation, "SNAPSHOTS", 3)  # so that the last is out of turn
     for evaluate_every in (1, 2):
         path = tmp_path / str(evaluate_every)
         straight = go(path, evaluate_every=evaluate_every)
@@ -108,10 +108,10 @@ def test_a_run_killed_between_its_last_round_and_its_results(tmp_path: Path, mon
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 99, 100, 101, 128, 200, 201, 10_000])
 def test_snapshots_are_at_most_a_hundred_and_those_of_a_longer_run_among_them(rounds: int) -> None:
-    interval = pfedla.simulation.snapshot_interval(rounds, 10, 5)
+    interval = pfedla.runs.simulation.snapshot_interval(rounds, 10, 5)
     assert rounds / interval <= 100
     assert rounds <= 100 or rounds / interval > 50
-    assert pfedla.simulation.snapshot_interval(7 * rounds, 10, 5) % interval == 0
+    assert pfedla.runs.simulation.snapshot_interval(7 * rounds, 10, 5) % interval == 0
 
 
 def test_only_the_last_two_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.models import SmallCNN
-from pfedla.results import summary
-from pfedla.rounds import sample_cohort
+from pfedla.core.models import SmallCNN
+from pfedla.core.rounds import sample_cohort
+from pfedla.runs.result import summary
 
 QUICK = ("--rounds", 2, "--local-epochs", 1, "--samples", 20, "--clients", 4)
 LEARNING = ("--set", "algorithm.warm_up=0")  # for a run that is shorter than the warm-up
@@ -160,7 +160,7 @@ def test_a_run_that_fails_before_its_first_round_leaves_no_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pfedla.results.RunFolder.add_line", full)
+    monkeypatch.setattr("pfedla.runs.result.RunFolder.add_line", full)
     code, _, err = pfedla("run", *QUICK, "-q", "--out", "r")
     assert code == 1
     assert "No space left" in err
@@ -395,7 +395,7 @@ def test_lists(pfedla) -> None:
         ("run --device warp", "cpu always can"),
         ("run --rounds 0", "greater than or equal to 1"),
         ("run --rounds many", "many"),
-        ("run --set training.lr=[1]", "training.lr"),
+        ("run --set training.learning_rate=[1]", "training.learning_rate"),
         ("run --lr inf", "finite number"),
         ("run --set algorithm.hypernetwork_lr=inf", "finite number"),
         ("run --set algorithm.embedding_size=1000000000000", "less than or equal to"),

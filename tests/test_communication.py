@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from pfedla.communication import planned_traffic
-from pfedla.layers import Layers
-from pfedla.models import MLP, PaperCNN, SmallCNN, build_model, model_for
+from pfedla.core.layers import Layers
+from pfedla.core.models import MLP, PaperCNN, SmallCNN, build_model, model_for
+from pfedla.core.rounds import planned_traffic
 
 
 def test_the_papers_cnn_has_the_papers_sizes() -> None:

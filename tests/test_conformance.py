@@ -4,17 +4,15 @@ import copy
 
 import pytest
 import torch
-from conftest import VARIANTS, applies, assert_same, flat, make, play, received
+from conftest import VARIANTS, applies, assert_same, engine_for, flat, make, play, received
 from safetensors.torch import save
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.communication import payload_bytes
-from pfedla.contracts import Failure, Payload
+from pfedla.core.contracts import Failure, Payload
+from pfedla.core.layers import take
+from pfedla.core.rounds import everyone, payload_bytes, sample_cohort
+from pfedla.core.tasks import load_tensors
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.rounds import everyone, sample_cohort
-from pfedla.tasks import load_tensors
-from pfedla.tree import take
 
 pytestmark = pytest.mark.parametrize(
     ("name", "batch_norm"),
@@ -38,7 +36,7 @@ def ends_equal(one: tuple, other: tuple, tolerance: float = 0.0) -> None:
 
 def test_nothing_handed_in_is_written_into(name: str, batch_norm: bool, federation: Federation) -> None:
     algorithm = make(name, batch_norm=batch_norm)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=2, recalibrate="unsampled") as engine:
         server = algorithm.init_server(len(federation), seed=0)
         cohort = everyone(federation.num_examples, 1, 0)
         downloads = algorithm.download(server, cohort)
@@ -113,7 +111,7 @@ def test_absent_clients_are_untouched(name: str, batch_norm: bool, federation: F
 def test_after_training_is_measured_on_the_trained_model(name: str, batch_norm: bool, federation: Federation) -> None:
     """Recomputed, with a module of its own, from the model that each client's update returns."""
     algorithm = make(name, batch_norm=batch_norm)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="unsampled") as engine:
         server, cohort = algorithm.init_server(len(federation), seed=0), everyone(federation.num_examples, 1, 0)
         downloads = algorithm.download(server, cohort)
         trained = received(engine, cohort, downloads)
@@ -131,7 +129,7 @@ def test_evaluation_is_of_what_the_next_round_would_send(name: str, batch_norm: 
     options = {"neighbours": 2} if name in ("pfedla", "heurpfedla") else {}
     algorithm = make(name, batch_norm=batch_norm, **options)
     played, clients = play(algorithm, federation, rounds=range(1, 3))
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="unsampled") as engine:
         engine.load(clients)
         following = sample_cohort(federation.num_examples, 3, 1.0, 0)
         expected = engine.evaluate(following, algorithm.download(played[-1].server, following))
@@ -143,7 +141,7 @@ def test_evaluation_in_chunks_changes_nothing_and_is_counted_apart(
 ) -> None:
     algorithm = make(name, batch_norm=batch_norm)
     whole, _ = play(algorithm, federation)
-    monkeypatch.setattr("pfedla.rounds.EVALUATION_CHUNK", 4)
+    monkeypatch.setattr("pfedla.core.rounds.EVALUATION_CHUNK", 4)
     chunked, _ = play(algorithm, federation)
     torch.testing.assert_close(whole[-1].evaluation.loss, chunked[-1].evaluation.loss, rtol=1e-6, atol=1e-6)
     assert whole[-1].traffic == chunked[-1].traffic
@@ -182,7 +180,7 @@ def test_bytes_counted_are_bytes_sent(name: str, batch_norm: bool, federation: F
         return total
 
     down = up = 0
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=2, recalibrate="unsampled") as engine:
         server = algorithm.init_server(len(federation), seed=0)
         for number in range(1, 4):
             cohort = sample_cohort(federation.num_examples, number, 1.0, 0)
@@ -199,7 +197,7 @@ def test_bytes_counted_are_bytes_sent(name: str, batch_norm: bool, federation: F
 def test_what_is_not_sent_is_not_read(name: str, batch_norm: bool, federation: Federation) -> None:
     """Poison in the layers that were not sent must not reach a client."""
     algorithm = make(name, batch_norm=batch_norm)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=2, recalibrate="unsampled") as engine:
         server = algorithm.init_server(len(federation), seed=0)
         cohort = everyone(federation.num_examples, 1, 0)
         downloads = algorithm.download(server, cohort)
@@ -223,7 +221,7 @@ def test_a_client_that_breaks_does_not_spoil_the_others(name: str, batch_norm: b
     server = start[0].server
     played, clients = play(algorithm, spoiled, rounds=range(2, 3), server=server, clients=before)
     others = torch.tensor([0, 1, 3, 4, 5])
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="unsampled") as engine:
         engine.load(before)
         cohort = everyone(federation.num_examples, 2, 0)
         downloads = algorithm.download(server, cohort)

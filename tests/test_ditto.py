@@ -3,20 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, play, toy_federation
+from conftest import TinyNet, assert_same, budget, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
 from pfedla.algorithms.ditto import Ditto
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.local import Local
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
+from pfedla.core.contracts import Cohort, LocalData, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.errors import PfedlaError
-from pfedla.tasks import task_of
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
-TRAINING = LocalTraining(0.1, 2, 5)
+TRAINING = budget(0.1, 2, 5)
 ALL_SENT = torch.ones(2).bool()
 
 
@@ -37,7 +37,7 @@ def test_the_server_is_fedavg_by_hand() -> None:
 
 def test_the_pull_by_hand() -> None:
     """With inputs of zero only the pull acts on the weights: one step is v - lr λ (v - w)."""
-    algorithm = Ditto(task=task_of(nn.Linear(1, 2)), training=LocalTraining(0.1, 1, 4), penalty=2.0)
+    algorithm = Ditto(task=task_of(nn.Linear(1, 2)), training=budget(0.1, 1, 4), penalty=2.0)
     client = {"weight": torch.tensor([[3.0], [-1.0]]), "bias": torch.zeros(2)}
     download = Payload({"weight": torch.tensor([[1.0], [1.0]]), "bias": torch.zeros(2)}, torch.ones(1).bool())
     data = LocalData(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4)[None])

@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import budget
+from pfedla.engines.choice import chosen_compile, chosen_engine
 from torch import nn
 
 from pfedla.algorithms import create
-from pfedla.contracts import Answer, LocalTraining
+from pfedla.core.contracts import Answer
+from pfedla.core.errors import PfedlaError
+from pfedla.core.models import MODELS, PaperCNN, SmallCNN
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine, vectorized
-from pfedla.engines.choice import chosen_compile, chosen_engine
-from pfedla.errors import PfedlaError
-from pfedla.experiment import Experiment, build
-from pfedla.models import MODELS, PaperCNN, SmallCNN
-from pfedla.results import run
-from pfedla.rounds import everyone
-from pfedla.simulation import simulate
-from pfedla.tasks import task_of
+from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.result import run
+from pfedla.runs.simulation import simulate
 
 
 def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation:
@@ -31,7 +32,7 @@ def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation
 
 
 def trained(name: str, module: nn.Module, federation: Federation, *, batch_size: int = 8, **options: object) -> list[Answer]:
-    algorithm = create("fedavg", task_of(module), LocalTraining(0.1, 2, batch_size))
+    algorithm = create("fedavg", task_of(module), budget(0.1, 2, batch_size))
     cohort = everyone(federation.num_examples, 1, 0)
     with create_engine(
         name, algorithm, federation, **{"device": "cpu", "threads": 0, "recalibrate": "never", **options}
@@ -110,7 +111,7 @@ def test_compiled_steps_come_to_the_numbers_of_the_plain_ones(kind: str) -> None
 def test_a_compiled_step_takes_tensors_in_any_order() -> None:
     torch.manual_seed(0)
     task = task_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    compiled = task.compiled((4,), LocalTraining(0.1, 1, 8))
+    compiled = task.compiled((4,), budget(0.1, 1, 8))
     parameters, x, y = task.initial(), torch.randn(8, 4), torch.randint(0, 3, (8,))
     wanted = task.step(parameters, {}, x, y, 0.1)
     found = compiled.step(dict(reversed(parameters.items())), {}, x, y, 0.1)

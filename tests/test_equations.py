@@ -6,16 +6,15 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PAPER, TinyNet, assert_same, make, toy_federation
+from conftest import PAPER, TinyNet, assert_same, budget, make, toy_federation
 from torch import nn
 from torch.func import functional_call, vmap
 
 from pfedla.algorithms import create
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
-from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
-from pfedla.layers import Layers, choose, mix
-from pfedla.tasks import task_of
-from pfedla.tree import repeat, stack, take, weighted_mean
+from pfedla.algorithms.hypernetworks import LayerWeightHypernetwork, layer_gradient
+from pfedla.core.contracts import Cohort, LocalData, Payload
+from pfedla.core.layers import Layers, choose, mix, repeat, stack, take, weighted_mean
+from pfedla.core.tasks import task_of
 
 LINE = Layers.of(nn.Linear(1, 1))
 COMPACT = {"hypernetwork": "compact"}
@@ -69,7 +68,7 @@ def test_weighted_mean_by_hand_counts_are_never_averaged() -> None:
 
 
 def test_fedavg_weighs_by_examples_of_the_participants_only() -> None:
-    algorithm = create("fedavg", task_of(nn.Linear(1, 2)), LocalTraining(0.1, 1, 1))
+    algorithm = create("fedavg", task_of(nn.Linear(1, 2)), budget(0.1, 1, 1))
     server = algorithm.init_server(5, seed=0)
     cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
     uploads = Payload(
@@ -114,7 +113,7 @@ FORMS = pytest.mark.parametrize("options", [{}, {"normalise": "relu"}, COMPACT, 
 
 def _double_server(num_clients: int = 4, **options: object) -> tuple:
     """A pFedLA server in float64 with unlike models and moved hypernetworks."""
-    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), LocalTraining(0.05, 1, 10_000), PAPER | options)
+    algorithm = create("pfedla", task_of(TinyNet(dtype=torch.float64)), budget(0.05, 1, 10_000), PAPER | options)
     server = algorithm.init_server(num_clients, seed=0)
     noise = torch.Generator().manual_seed(3)
     server = {
@@ -180,12 +179,12 @@ def test_one_hypernetwork_step_descends_the_clients_loss(options: dict) -> None:
         slope = (moved[0] - moved[1]) / (2 * epsilon)
         step = {name: (after[name] - before[name]) / 1e-2 for name in before}
         along = sum((step[name] * direction[name]).flatten(1).sum(1) for name in before)
-        torch.testing.assert_close(along, -algorithm.training.lr * slope, rtol=1e-4, atol=1e-10)
+        torch.testing.assert_close(along, -algorithm.training.learning_rate * slope, rtol=1e-4, atol=1e-10)
 
 
 def test_the_step_is_taken_at_the_snapshot_the_mix_was_made_of() -> None:
     """With the new θ_i in place of the old the self-weight would grow by |Δθ_i|² even where Δθ is orthogonal to all."""
-    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), LocalTraining(0.1, 1, 1), PAPER)
+    algorithm = create("pfedla", task_of(nn.Linear(1, 2, bias=False)), budget(0.1, 1, 1), PAPER)
     cohort = Cohort(1, 0, torch.tensor([0, 1]), torch.tensor([5, 5]))
     server = algorithm.init_server(2, seed=0)
     server["models"] = {"weight": torch.tensor([[[1.0], [0.0]], [[3.0], [0.0]]])}

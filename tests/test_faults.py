@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SIZES, TinyNet, assert_same, flat, make, methods, play, toy_federation
+from conftest import SIZES, TinyNet, assert_same, engine_for, flat, make, methods, play, toy_federation
 
 from pfedla import simulate
-from pfedla.contracts import Cohort, Payload
+from pfedla.core.contracts import Cohort, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.faults import Faults
+from pfedla.core.rounds import everyone, sample_cohort
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError
-from pfedla.faults import Faults
-from pfedla.options import with_setting
-from pfedla.rounds import everyone, sample_cohort
+from pfedla.runs.overrides import with_setting
 
 
 def cohort(round: int = 1, clients: int = 200, seed: int = 0) -> Cohort:
@@ -98,8 +97,7 @@ def test_a_straggler_does_the_first_of_its_epochs(name: str, federation: Federat
     algorithm = make(name, batch_norm=None, epochs=4)
     faults = Faults(stragglers=1.0)
     who = everyone(federation.num_examples, 1, 0)
-    with create_engine(
-        "threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never", faults=faults
+    with engine_for(algorithm, federation, threads=1, recalibrate="never", faults=faults
     ) as engine:
         downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
         for client in range(len(federation)):
@@ -110,7 +108,7 @@ def test_a_straggler_does_the_first_of_its_epochs(name: str, federation: Federat
             assert torch.equal(short.order, whole.order[:epochs])
         late, in_time = (
             [answer.training_loss.item() for answer in e.train(who, downloads)]
-            for e in (engine, create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never"))
+            for e in (engine, engine_for(algorithm, federation, threads=1, recalibrate="never"))
         )
     assert all(torch.tensor(late).isfinite())
     assert late != in_time

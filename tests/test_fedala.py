@@ -3,20 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, play, toy_federation
+from conftest import TinyNet, assert_same, budget, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
 from pfedla.algorithms.fedala import HAS_TRAINED, WEIGHT, FedALA
 from pfedla.algorithms.fedavg import FedAvg
-from pfedla.contracts import LocalData, LocalTraining, Payload
+from pfedla.core.contracts import LocalData, Payload
+from pfedla.core.errors import NotApplicableError
+from pfedla.core.layers import take
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.errors import NotApplicableError
-from pfedla.tasks import task_of
-from pfedla.tree import take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
-TRAINING = LocalTraining(0.1, 2, 5)
+TRAINING = budget(0.1, 2, 5)
 BOTH = torch.ones(2).bool()
 
 
@@ -26,7 +26,7 @@ def fedala(batch_norm: bool = False, **options: object) -> FedALA:
 
 def test_one_weight_step_by_hand() -> None:
     """A bias of two classes, two examples of class 0: the gradient is (p0 - 1, p1), times global - local per element."""
-    algorithm = FedALA(task=task_of(nn.Linear(1, 2)), training=LocalTraining(0.1, 1, 2), weight_lr=0.5, sample_share=1.0)
+    algorithm = FedALA(task=task_of(nn.Linear(1, 2)), training=budget(0.1, 1, 2), weight_lr=0.5, sample_share=1.0)
     zero, ones = torch.zeros(2, 1), torch.ones(2, 1)
     client = {
         "weight": zero, "bias": torch.tensor([2.0, 1.0]), WEIGHT + "weight": ones, WEIGHT + "bias": torch.tensor([0.5, 1.0]),
@@ -111,7 +111,7 @@ def test_without_adaptive_layers_or_steps_it_is_fedavg_bit_for_bit(
 
 def test_the_weights_lower_the_loss_they_are_learned_on(federation: Federation) -> None:
     """Full batch and a small rate: a descent of f(Θ̂)."""
-    training = LocalTraining(0.1, 2, 1000)
+    training = budget(0.1, 2, 1000)
     algorithm = FedALA(task=task_of(TinyNet()), training=training, sample_share=1.0, weight_lr=0.1)
     played, clients = play(algorithm, federation)
     client, example = take({n: clients[n] for n in algorithm.init_client()}, 3), federation.train[3]

@@ -5,19 +5,19 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, play, toy_federation
+from conftest import TinyNet, assert_same, budget, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
 from pfedla.algorithms.fedamp import HAS_TRAINED, FedAMP
 from pfedla.algorithms.local import Local
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
+from pfedla.core.contracts import Cohort, LocalData, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.errors import PfedlaError
-from pfedla.tasks import task_of
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
-TRAINING = LocalTraining(0.1, 2, 5)
+TRAINING = budget(0.1, 2, 5)
 LINE = {"weight": torch.tensor([[[0.0]], [[1.0]], [[3.0]]]), "bias": torch.tensor([[0.0], [1.0], [1.0]])}
 
 

@@ -8,25 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NOTHING, TinyNet, assert_same, flat, play, toy_federation
+from conftest import NOTHING, TinyNet, assert_same, budget, engine_for, flat, play, toy_federation
 from torch import nn
 from torch.func import vmap
 
 from pfedla.algorithms.fedfomo import FedFomo
 from pfedla.algorithms.local import Local
-from pfedla.communication import payload_bytes
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload, ServerState
+from pfedla.core.contracts import Cohort, LocalData, Payload, ServerState
+from pfedla.core.layers import stack
+from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.rounds import everyone
-from pfedla.tasks import task_of
-from pfedla.tree import stack
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
 
 def fedfomo(batch_norm: bool = False, **options: Any) -> FedFomo:
-    return FedFomo(task=task_of(TinyNet(batch_norm)), training=LocalTraining(0.1, 2, 5), **options)
+    return FedFomo(task=task_of(TinyNet(batch_norm)), training=budget(0.1, 2, 5), **options)
 
 
 def cohort_of(*ids: int, round: int = 1, seed: int = 0) -> Cohort:
@@ -40,7 +38,7 @@ def with_affinity(algorithm: FedFomo, affinity: list[list[float]]) -> ServerStat
 
 # The client. One weight per class, one example x = 1 of class 0: the loss is log(1 + exp(b - a)).
 
-HAND = FedFomo(task=task_of(nn.Linear(1, 2, bias=False)), training=LocalTraining(0.0, 1, 5))
+HAND = FedFomo(task=task_of(nn.Linear(1, 2, bias=False)), training=budget(0.0, 1, 5))
 ONE = LocalData(torch.ones(1, 1), torch.zeros(1).long(), torch.zeros(1, 1).long(), torch.empty(0), torch.ones(1, 1),
                 torch.zeros(1).long())  # fmt: skip
 
@@ -104,7 +102,7 @@ def test_without_held_out_data_the_own_model_is_kept() -> None:
 def test_the_mix_of_a_net_with_batchnorm_against_a_plain_loop() -> None:
     """float64, under vmap: candidates are judged in eval mode with the client's own statistics."""
     task = task_of(TinyNet(batch_norm=True, dtype=torch.float64))
-    algorithm = FedFomo(task=task, training=LocalTraining(0.1, 1, 5))
+    algorithm = FedFomo(task=task, training=budget(0.1, 1, 5))
     draws = torch.Generator().manual_seed(0)
 
     def noisy(count: int, names: set[str]) -> dict:
@@ -221,7 +219,7 @@ def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None
 
 
 def test_the_held_out_split_is_fixed_once_and_apart_from_training_and_test(federation: Federation) -> None:
-    with create_engine("threaded", fedfomo(), federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(fedfomo(), federation, threads=1, recalibrate="never") as engine:
         for client, (x, y) in enumerate(federation.train):
             cohorts = (everyone(federation.num_examples, round, 0) for round in (1, 7))
             first, later = (engine.client(client).local_data(cohort, NOTHING) for cohort in cohorts)
@@ -281,9 +279,9 @@ def test_the_engines_agree(federation: Federation, batch_norm: bool) -> None:
 
 def test_without_statistics_of_its_own_a_client_cannot_judge(federation: Federation) -> None:
     """BatchNorm: one that never trained keeps its own model; after one round it judges."""
-    algorithm = FedFomo(task=task_of(TinyNet(batch_norm=True)), training=LocalTraining(0.1, 2, 5), validation_share=0.4)
+    algorithm = FedFomo(task=task_of(TinyNet(batch_norm=True)), training=budget(0.1, 2, 5), validation_share=0.4)
     played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 4))
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         engine.load(clients)
         cohort = everyone(federation.num_examples, 4, 0)
         models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))

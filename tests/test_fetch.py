@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from official import NUM, cifar_files, idx_files, tar_of, write, zip_of
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data import names
 from pfedla.data.datasets import KNOWN, load
 from pfedla.data.sources import Download, Source, unpack
-from pfedla.errors import PfedlaError
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from official import NUM, cifar_files, idx, idx_files, official_files, write
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data import names
 from pfedla.data.datasets import FASHION_MNIST, KNOWN, load, state_of
 from pfedla.data.formats import read_idx
-from pfedla.errors import PfedlaError
 
 WITH_FILES = [name for name, entry in KNOWN.items() if entry.source and name != "emnist"]
 

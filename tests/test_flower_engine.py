@@ -14,22 +14,22 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from safetensors.torch import load_file
 
 import pfedla
-from pfedla.errors import GaveUpError, PfedlaError
-from pfedla.experiment import Experiment
-from pfedla.faults import Faults
+from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.core.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.layout import OwnData, planned, write_deployment
 from pfedla.flower.plan import Plan
 from pfedla.flower.site import Site
-from pfedla.personal import evaluate_personal, load_personal
-from pfedla.result_file import read_result
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.personal import evaluate_personal, load_personal
+from pfedla.runs.result_file import read_result
 
 DIGITS = {"rounds": 2, "data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 2}}
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pfedla.results.draw_run", lambda folder: None)  # they take most of the time, and are tested elsewhere
+    monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)  # they take most of the time, and are tested elsewhere
 
 
 def values_of(name: str, **more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from conftest import make, methods, play, toy_federation
+from conftest import budget, make, methods, play, toy_federation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official import cifar_files, idx_files, write
@@ -29,7 +29,10 @@ from safetensors.torch import load_file, save_file
 import pfedla
 from pfedla import errors
 from pfedla.algorithms import ALGORITHMS, create, options_model
-from pfedla.contracts import LocalTraining
+from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.files import read_json, read_tensors, safe_name
+from pfedla.core.models import MODELS, build_model, outline
+from pfedla.core.tasks import task_of
 from pfedla.data import datasets, own
 from pfedla.data.federation import federation_of
 from pfedla.data.formats import read_cifar, read_idx, read_idx_pair
@@ -37,16 +40,12 @@ from pfedla.data.own import dataset_of, load_npz
 from pfedla.data.partition import by_client
 from pfedla.data.recipe import Partition
 from pfedla.engines import ENGINES
-from pfedla.errors import PfedlaError, shown
-from pfedla.experiment import Experiment, build, read_toml
-from pfedla.files import read_json, read_tensors, safe_name
-from pfedla.models import MODELS, build_model, outline
-from pfedla.options import with_setting
-from pfedla.personal import FederationFile, evaluate_personal, load_personal
 from pfedla.report.tables import Row, failures_lines, result_table, traffic_line, warnings
-from pfedla.result_file import read_result, round_of
-from pfedla.results import run
-from pfedla.tasks import task_of
+from pfedla.runs.experiment import Experiment, build, read_toml
+from pfedla.runs.overrides import with_setting
+from pfedla.runs.personal import FederationFile, evaluate_personal, load_personal
+from pfedla.runs.result import run
+from pfedla.runs.result_file import read_result, round_of
 
 GIBIBYTE = 2**30
 DIGITS = datasets.load("digits")
@@ -244,7 +243,7 @@ def test_a_strange_value_is_shown_short() -> None:
         assert len(shown(value)) < 300
     assert shown("digits") == "'digits'"
     with pytest.raises(PfedlaError, match=r"hidden_size = {'a': "):
-        create("pfedla", task_of(outline("mlp", (4,), 2)), LocalTraining(0.1, 1, 8), {"hidden_size": nested})
+        create("pfedla", task_of(outline("mlp", (4,), 2)), budget(0.1, 1, 8), {"hidden_size": nested})
 
 
 @pytest.mark.parametrize(
@@ -299,10 +298,10 @@ def test_what_a_hypernetwork_takes_is_known_before_it_is_made() -> None:
     task = task_of(build_model("small-cnn", (1, 8, 8), 10, torch.Generator()))
     for name, groups in (("pfedla", ["hypernetworks"]), ("pfedhn", ["embeddings", "network", "momentum"])):
         sizes = {"embedding_size": 10_000, "hidden_size": 10_000}
-        huge = create(name, task, LocalTraining(0.1, 1, 8), sizes)
+        huge = create(name, task, budget(0.1, 1, 8), sizes)
         with at_most(GIBIBYTE), pytest.raises(PfedlaError, match=r"hidden_size = 10000.* would take [\d,]+ GiB"):
             huge.check(10**6)
-        small = create(name, task, LocalTraining(0.1, 1, 8), {})
+        small = create(name, task, budget(0.1, 1, 8), {})
         small.check(7)
         server = small.init_server(7, 0)
         numbers = sum(value.numel() for group in groups for value in server[group].values())

@@ -5,22 +5,21 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HELD_OUT, TinyNet, make, play
+from conftest import HELD_OUT, TinyNet, engine_for, make, play
 from torch.func import functional_call
 
-from pfedla.contracts import Payload
+from pfedla.algorithms.hypernetworks import LayerWeightHypernetwork, layer_gradient, unit_free
+from pfedla.core.contracts import Payload
+from pfedla.core.rounds import everyone
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.experiment import Experiment, build
-from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient, unit_free
-from pfedla.rounds import everyone
+from pfedla.runs.experiment import Experiment, build
 
 
 def test_a_client_sends_the_gradient_of_what_it_did_not_train_on(federation: Federation) -> None:
     """The slow twin: autograd of the plain module at what the client was sent."""
     algorithm = make("pfedla", **HELD_OUT)
     cohort = everyone(federation.num_examples, 1, 0)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         downloads = algorithm.download(algorithm.init_server(6, 0), cohort)
         answers = engine.train(cohort, downloads)
         for client in (1, 3):  # of 14 and 20 examples
@@ -40,7 +39,7 @@ def test_the_weights_move_down_the_held_out_loss_and_nothing_else_moves_them(fed
     played, _ = play(algorithm, federation, rounds=range(1, 3))
     server, cohort = played[-1].server, everyone(federation.num_examples, 3, 0)
     downloads = algorithm.download(server, cohort)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         answers = engine.train(cohort, downloads)
         held_out = [engine.client(client).local_data(cohort, downloads)[-2:] for client in range(6)]
     uploads = Payload(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HELD_OUT, PAPER, TinyNet, applies, assert_same, flat, make, play, toy_federation
+from conftest import HELD_OUT, PAPER, TinyNet, applies, assert_same, budget, flat, make, play, toy_federation
 from safetensors.torch import load_file
 from test_learning import clusters
 
@@ -17,18 +17,18 @@ from pfedla.algorithms import ALGORITHMS, check_joining
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.algorithms.similarity import LayerSimilarity
-from pfedla.comparison import compare, plan
-from pfedla.contracts import Cohort, LocalTraining
+from pfedla.core.contracts import Cohort
+from pfedla.core.errors import NotApplicableError, PfedlaError, Stopped
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.errors import NotApplicableError, PfedlaError, Stopped
-from pfedla.experiment import Experiment, build
-from pfedla.joining import Joined, Terms, join, join_run
-from pfedla.personal import evaluate_personal, load_personal
 from pfedla.report.tables import comparison_markdown
-from pfedla.results import run, run_built
-from pfedla.run_folder import RunFolder
-from pfedla.simulation import simulate
-from pfedla.tasks import task_of
+from pfedla.runs.comparison import compare, plan
+from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.joining import Joined, Terms, join, join_run
+from pfedla.runs.personal import evaluate_personal, load_personal
+from pfedla.runs.result import run, run_built
+from pfedla.runs.simulation import simulate
 
 TERMS = Terms(after=3, seed=0, rounds=2)
 JOINING = [name for name, kind in ALGORITHMS.items() if not kind.cannot_join]
@@ -98,7 +98,7 @@ def test_a_method_that_moves_another_client_is_found_out() -> None:
             return super().aggregate(server, cohort, downloads, uploads)
 
     federation, newcomer = parted()
-    careless = Careless(task=task_of(TinyNet()), training=LocalTraining(0.1, 1, 5))
+    careless = Careless(task=task_of(TinyNet()), training=budget(0.1, 1, 5))
     with pytest.raises(PfedlaError, match="changed what is another client's"):
         join(careless, careless.init_server(5, 0), newcomer, len(federation), TERMS)
 

@@ -8,11 +8,11 @@ from conftest import FEATURES, PAPER, TinyNet, applies, make, play, toy_federati
 from torch import nn
 
 from pfedla.algorithms import ALGORITHMS
+from pfedla.core.errors import PfedlaError
+from pfedla.core.tasks import task_of
+from pfedla.core.training import evaluate
 from pfedla.data.federation import Examples, Federation
-from pfedla.errors import PfedlaError
-from pfedla.simulation import simulate
-from pfedla.tasks import task_of
-from pfedla.training import evaluate
+from pfedla.runs.simulation import simulate
 
 # Methods with rates of their own beside the common one: as large for so small a net, and large enough to explode.
 QUICK = {

@@ -5,21 +5,24 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import HELD_OUT, TinyNet, assert_same, flat, make, play, toy_federation
+from conftest import HELD_OUT, TinyNet, assert_same, budget, flat, make, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms import create
-from pfedla.contracts import Algorithm, Cohort, LocalTraining, Payload, ServerState
+from pfedla.algorithms.hypernetworks import (
+    FreeLayerWeights,
+    LayerWeightHypernetwork,
+    layer_gradient,
+    normalise_or_own,
+)
+from pfedla.core.contracts import Algorithm, Cohort, Payload, ServerState, generator
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import BLOCK, Layers, by_blocks, mix, mix_few, take
+from pfedla.core.models import build_model
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.errors import PfedlaError
-from pfedla.hypernetworks import FreeLayerWeights, LayerWeightHypernetwork, layer_gradient, normalise_or_own
-from pfedla.layers import Layers, mix, mix_few
-from pfedla.models import build_model
-from pfedla.rounds import everyone
-from pfedla.seeds import generator
-from pfedla.simulation import SNAPSHOT_NUMBERS, simulate
-from pfedla.tasks import task_of
-from pfedla.tree import BLOCK, by_blocks, take
+from pfedla.runs.simulation import SNAPSHOT_NUMBERS, simulate
 
 COMPACT = {"hypernetwork": "compact"}
 FORMS = [{}, COMPACT, {"neighbours": 2}, COMPACT | {"neighbours": 3}, COMPACT | {"normalise": "relu"}]
@@ -214,7 +217,7 @@ def test_the_weights_of_permuted_clients_are_permuted_in_the_compact_form_too() 
 
 def test_a_hypernetwork_that_is_too_large_names_the_compact_form_where_that_fits() -> None:
     task = task_of(build_model("small-cnn", (1, 8, 8), 10, torch.Generator()))
-    pfedla = create("pfedla", task, LocalTraining(0.1, 1, 8))
+    pfedla = create("pfedla", task, budget(0.1, 1, 8))
     pfedla.check(6_000)
     with pytest.raises(PfedlaError, match=r'151 GiB.*; hypernetwork = "compact" takes 1\.5 GiB'):
         pfedla.check(10_000)
@@ -229,7 +232,7 @@ def test_weights_too_large_to_keep_are_not_kept(monkeypatch: pytest.MonkeyPatch)
     assert SNAPSHOT_NUMBERS >= 1000 * 7 * 1000
     federation, how = toy_federation(), {"rounds": 2, "lr": 0.1, "local_epochs": 1}
     kept = simulate(federation, TinyNet(), "pfedla", **how)
-    monkeypatch.setattr("pfedla.simulation.SNAPSHOT_NUMBERS", 6 * 2 * 6 - 1)
+    monkeypatch.setattr("pfedla.runs.simulation.SNAPSHOT_NUMBERS", 6 * 2 * 6 - 1)
     result = simulate(federation, TinyNet(), "pfedla", **how)
     assert kept.alpha is not None
     assert result.alpha is None

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data.federation import federation_of
 from pfedla.data.own import dataset_of, load_npz, pixel_statistics
-from pfedla.errors import PfedlaError
 
 
 def test_own_images_and_vectors(tmp_path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pfedla.errors import PfedlaError
+from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import read_alpha, read_rounds
 from pfedla.report.order import by_labels, by_weights
 from pfedla.report.page import page, write_page
@@ -29,8 +29,8 @@ NAMES = ["</script><script>alert(1)</script>", "=1+1", "Ärzte & Söhne"]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A real run of pFedLA, and one of Local on the same federation."""
-    from pfedla.experiment import Experiment
-    from pfedla.results import run
+    from pfedla.runs.experiment import Experiment
+    from pfedla.runs.result import run
 
     place = tmp_path_factory.mktemp("runs")
     common: dict[str, Any] = {
@@ -294,14 +294,14 @@ def test_watch_names_a_port_that_is_taken(watched: tuple[Path, int]) -> None:
 def test_old_weights_are_not_taken_for_those_of_now(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from pfedla.checkpoint import Progress
-    from pfedla.run_folder import RunFolder
+    from pfedla.runs.checkpoint import Progress
+    from pfedla.runs.folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
     progress = Progress({}, torch.zeros(2), alphas=[torch.ones(2, 1, 2)], alpha_rounds=[0])
     folder.show(progress, ["fc"])
     assert (folder.path / "alpha.safetensors").exists()
-    monkeypatch.setattr("pfedla.run_folder.SHOWN_NUMBERS", 3)
+    monkeypatch.setattr("pfedla.runs.folder.SHOWN_NUMBERS", 3)
     folder.show(progress, ["fc"])
     assert not (folder.path / "alpha.safetensors").exists()
 
@@ -314,9 +314,9 @@ def test_many_clients_are_ordered_at_once() -> None:
 
 
 def test_the_weights_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
-    from pfedla.experiment import Experiment, build
-    from pfedla.results import run_built
-    from pfedla.run_folder import RunFolder
+    from pfedla.runs.experiment import Experiment, build
+    from pfedla.runs.folder import RunFolder
+    from pfedla.runs.result import run_built
 
     experiment = {"rounds": 3, "algorithm": {"name": "pfedla"}, "training": {"local_epochs": 1}}
     folder, seen = RunFolder(tmp_path / "run"), []

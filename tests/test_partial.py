@@ -5,20 +5,18 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, make, play, toy_federation
+from conftest import TinyNet, assert_same, budget, engine_for, make, play, toy_federation
 from torch import nn
 
 from pfedla import simulate
 from pfedla.algorithms import create
-from pfedla.communication import payload_bytes
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload
+from pfedla.core.contracts import Cohort, LocalData, Payload
+from pfedla.core.errors import NotApplicableError, PfedlaError
+from pfedla.core.models import PaperCNN
+from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.tasks import task_of
+from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.errors import NotApplicableError, PfedlaError
-from pfedla.models import PaperCNN
-from pfedla.rounds import everyone
-from pfedla.tasks import task_of
-from pfedla.training import batch_bounds
 
 COHORT = Cohort(1, 0, torch.arange(2), torch.tensor([1, 3]))
 
@@ -66,7 +64,7 @@ def test_fedbn_keeps_all_five_tensors_of_every_batchnorm_at_home() -> None:
 
 def test_batchnorm_is_known_by_its_type_not_by_its_name() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 36, 3), nn.BatchNorm1d(3))
-    algorithm = create("fedbn", task_of(module), LocalTraining(0.1, 1, 4))
+    algorithm = create("fedbn", task_of(module), budget(0.1, 1, 4))
     assert algorithm.private_layers() == [1, 3]
 
 
@@ -80,7 +78,7 @@ def test_fedbn_without_batchnorm_is_refused() -> None:
 
 def test_batchnorm_without_parameters_is_batchnorm_too() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
-    algorithm = create("fedbn", task_of(module), LocalTraining(0.1, 1, 4))
+    algorithm = create("fedbn", task_of(module), budget(0.1, 1, 4))
     algorithm.check(3)
     assert algorithm.init_client().keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
@@ -126,7 +124,7 @@ def test_fedrep_uploads_the_body_alone() -> None:
     result = algorithm.local_update(algorithm.init_client(), downloads.rows(0), local_data(epochs=2))
     upload = Payload({n: v[None] for n, v in result.upload.tensors.items()}, result.upload.sent[None])
     assert payload_bytes(upload, algorithm.task.layers).tolist() == [body]
-    paper = create("fedrep", task_of(PaperCNN((1, 28, 28), 10, batch_norm=False)), LocalTraining(0.1, 5, 32))
+    paper = create("fedrep", task_of(PaperCNN((1, 28, 28), 10, batch_norm=False)), budget(0.1, 5, 32))
     assert [paper.task.layers.names[layer] for layer in paper.private_layers()] == ["fc3"]
 
 
@@ -152,7 +150,7 @@ def test_fedreps_epochs_share_the_local_budget() -> None:
     with pytest.raises(PfedlaError, match="choose one of: fc1, fc2"):
         make("fedrep", private="fc9").check(3)
     with pytest.raises(NotApplicableError, match="the model has none"):
-        create("fedrep", task_of(nn.Conv2d(1, 2, 3)), LocalTraining(0.1, 2, 4)).check(3)
+        create("fedrep", task_of(nn.Conv2d(1, 2, 3)), budget(0.1, 2, 4)).check(3)
 
 
 # LG-FedAvg
@@ -190,7 +188,7 @@ def test_fine_tuning_is_fedavg_with_other_personal_models(federation: Federation
     one, other = (play(algorithm, federation)[0] for algorithm in (plain, tuned))
     assert_same(one[-1].server["model"], other[-1].server["model"])
     assert not torch.equal(one[-1].evaluation.loss, other[-1].evaluation.loss)
-    with create_engine("threaded", tuned, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(tuned, federation, threads=1, recalibrate="never") as engine:
         cohort = everyone(federation.num_examples, 4, 0)
         model = engine.personal_models(cohort, tuned.download(other[-1].server, cohort))[3]
         data = engine.client(3).local_data(cohort, tuned.download(other[-1].server, cohort))

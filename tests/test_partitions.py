@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data.datasets import load
 from pfedla.data.federation import Federation, federation_of, partitioned
 from pfedla.data.own import Dataset, dataset_of
@@ -18,7 +19,6 @@ from pfedla.data.recipe import Partition, Recipe, recipe_of
 from pfedla.data.rounding import balanced_counts, shares_to_counts
 from pfedla.data.rules import DEALT, assign_classes, rule_of
 from pfedla.data.statistics import label_entropy, label_shares, mean_pairwise_distance, split_statistics
-from pfedla.errors import PfedlaError
 
 DRAWN = [name for name in get_args(Partition) if name != "client"]
 FIXED = {"toy": {"clients": 6, "classes_per_client": 3}}

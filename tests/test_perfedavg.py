@@ -5,17 +5,16 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, make, play, toy_federation
+from conftest import TinyNet, assert_same, budget, engine_for, flat, make, play, toy_federation
 from torch import nn
 from torch.func import functional_call, grad, jvp
 
 from pfedla.algorithms.perfedavg import PerFedAvg
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Params, Payload
+from pfedla.core.contracts import Cohort, LocalData, Params, Payload
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.rounds import everyone
-from pfedla.tasks import ClassificationTask, task_of
-from pfedla.training import batch_bounds
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 ORDERS = pytest.mark.parametrize("hessian_free", [False, True], ids=["first-order", "hessian-free"])
@@ -34,7 +33,7 @@ class Parabola(ClassificationTask):
 def parabola(batch_size: int = 1, **options) -> PerFedAvg:
     task = Parabola(nn.Linear(1, 1, bias=False).double())
     task.seen = []
-    return PerFedAvg(task=task, training=LocalTraining(0.1, 1, batch_size), **options)
+    return PerFedAvg(task=task, training=budget(0.1, 1, batch_size), **options)
 
 
 def numbers(*values: float, epochs: int = 1) -> LocalData:
@@ -47,7 +46,7 @@ def common(value: float) -> Payload:
 
 
 def tiny(batch_norm: bool = False, dtype: torch.dtype = torch.float32, batch_size: int = 5, **options) -> PerFedAvg:
-    return PerFedAvg(task=task_of(TinyNet(batch_norm, dtype)), training=LocalTraining(0.1, 2, batch_size), **options)
+    return PerFedAvg(task=task_of(TinyNet(batch_norm, dtype)), training=budget(0.1, 2, batch_size), **options)
 
 
 def double_client(size: int = 20, epochs: int = 1) -> LocalData:
@@ -187,7 +186,7 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
 
 
 def personal(algorithm: PerFedAvg, federation: Federation) -> list[Params]:
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         cohort = everyone(federation.num_examples, 1, 0)
         return engine.personal_models(cohort, algorithm.download(algorithm.init_server(6, seed=0), cohort))
 

@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import TinyNet, assert_same, budget, flat, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms.pfedhn import PFedHN
-from pfedla.communication import payload_bytes
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Payload, ServerState
+from pfedla.core.contracts import Cohort, LocalData, Payload, ServerState
+from pfedla.core.layers import stack, take
+from pfedla.core.rounds import payload_bytes
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.tasks import task_of
-from pfedla.tree import stack, take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 PLAIN: dict[str, Any] = {"momentum": 0.0, "weight_decay": 0.0, "clip": 1e9}
 
 
 def pfedhn(batch_norm: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> PFedHN:
-    return PFedHN(task=task_of(TinyNet(batch_norm, dtype)), training=LocalTraining(0.1, 2, 5), **options)
+    return PFedHN(task=task_of(TinyNet(batch_norm, dtype)), training=budget(0.1, 2, 5), **options)
 
 
 def cohort_of(*ids: int, round: int = 1) -> Cohort:
@@ -189,7 +189,7 @@ def test_a_large_finite_step_is_no_longer_than_the_clip() -> None:
 
 def test_one_step_lowers_the_clients_loss() -> None:
     algorithm = pfedhn(dtype=torch.float64, hypernetwork_lr=1e-2, **PLAIN)
-    algorithm = dataclasses.replace(algorithm, training=LocalTraining(0.05, 1, 10_000))
+    algorithm = dataclasses.replace(algorithm, training=budget(0.05, 1, 10_000))
     server = double_server(algorithm)
     examples = [e._replace(x=e.x.double()) for e in toy_federation((20,) * 5).train]
     for client, (x, y) in enumerate(examples):

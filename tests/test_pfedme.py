@@ -3,18 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, flat, play, toy_federation
+from conftest import TinyNet, assert_same, budget, engine_for, flat, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms.pfedme import HAS_TRAINED, PERSONAL, PFedMe
-from pfedla.contracts import Cohort, LocalData, LocalTraining, Params, Payload
+from pfedla.core.contracts import Cohort, LocalData, Params, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import take
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
-from pfedla.errors import PfedlaError
-from pfedla.rounds import everyone
-from pfedla.tasks import ClassificationTask, task_of
-from pfedla.training import batch_bounds
-from pfedla.tree import take
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
@@ -32,7 +31,7 @@ class Parabola(ClassificationTask):
 def parabola(**options) -> PFedMe:
     task = Parabola(nn.Linear(1, 1, bias=False).double())
     task.seen = []
-    return PFedMe(task=task, training=LocalTraining(0.1, 1, 1), **options)
+    return PFedMe(task=task, training=budget(0.1, 1, 1), **options)
 
 
 def numbers(*values: float) -> LocalData:
@@ -45,7 +44,7 @@ def common(value: float) -> Payload:
 
 
 def tiny(batch_norm: bool = False, dtype: torch.dtype = torch.float32, **options) -> PFedMe:
-    return PFedMe(task=task_of(TinyNet(batch_norm, dtype)), training=LocalTraining(0.1, 2, 5), **options)
+    return PFedMe(task=task_of(TinyNet(batch_norm, dtype)), training=budget(0.1, 2, 5), **options)
 
 
 def test_a_clients_round_by_hand() -> None:
@@ -139,7 +138,7 @@ def test_the_personal_model_is_theta_neither_the_common_nor_the_initial_one(fede
     played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 2))
     server, took_part = played[0].server, played[0].cohort.ids.tolist()
     assert 0 < len(took_part) < len(federation)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         engine.load(clients)
         cohort = everyone(federation.num_examples, 2, 0)
         models = engine.personal_models(cohort, algorithm.download(server, cohort))

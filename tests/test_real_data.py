@@ -94,7 +94,7 @@ BUILD = """
 import json, os, time
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
-from pfedla.experiment import DataSection, build_federation
+from pfedla.runs.experiment import DataSection, build_federation
 before, start = resident(), time.perf_counter()
 data, federation = build_federation(DataSection(dataset="cifar10", clients=100), 0)
 seconds = time.perf_counter() - start

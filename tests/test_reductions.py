@@ -8,16 +8,14 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import applies, assert_same, make, play, toy_federation
+from conftest import applies, assert_same, engine_for, make, play, toy_federation
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.contracts import ServerState
+from pfedla.core.contracts import ServerState, generator
+from pfedla.core.rounds import everyone
+from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine
 from pfedla.engines.client import Client
-from pfedla.rounds import everyone
-from pfedla.seeds import generator
-from pfedla.training import batch_bounds
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
@@ -30,7 +28,7 @@ def with_frozen_weights(algorithm, federation: Federation, logits: torch.Tensor)
 
 
 def personal_models(algorithm, federation: Federation, server: ServerState, clients: dict, round: int = 4) -> dict:
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         engine.load(clients)
         cohort = everyone(federation.num_examples, round, 0)
         models = engine.personal_models(cohort, algorithm.download(server, cohort))
@@ -98,11 +96,11 @@ def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
     algorithm = make("fedavg", batch_norm=batch_norm)
     played, _ = play(algorithm, alone)
     module = algorithm.task.module.train()
-    optimizer = torch.optim.SGD(module.parameters(), lr=algorithm.training.lr)
+    optimizer = torch.optim.SGD(module.parameters(), lr=algorithm.training.learning_rate)
     x, y = alone.train[0]
     for round in (1, 2, 3):
         draws = generator(0, "batches", round, 0)
-        for order in [torch.randperm(13, generator=draws) for _ in range(algorithm.training.epochs)]:
+        for order in [torch.randperm(13, generator=draws) for _ in range(algorithm.training.local_epochs)]:
             for start, stop in batch_bounds(13, algorithm.training.batch_size):
                 optimizer.zero_grad()
                 rows = order[start:stop]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from pfedla import algorithms
-from pfedla.console import Reporter
-from pfedla.errors import PfedlaError
+from pfedla.core.errors import PfedlaError
 from pfedla.report import paper as report
-from pfedla.report.paper_figures import write_figures
-from pfedla.report.paper_weights import by_column, by_distance, evolution, heatmap, self_weights
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction import play
 from pfedla.reproduction.accounting import accounting, layers_of, saved_by_weights
 from pfedla.reproduction.grid import Grid, Row, Wanted, cells
+from pfedla.reproduction.paper_figures import write_figures
+from pfedla.reproduction.paper_weights import by_column, by_distance, evolution, heatmap, self_weights
+from pfedla.runs.progress import Reporter
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -197,7 +197,7 @@ def test_resume_by_the_words_of_the_command_line(pfedla, tmp_path: Path) -> None
     assert json.loads(out)["rounds"] == 4
     for args, message in (
         (("--rounds", 3), "was begun with 4 rounds: it can be extended, not shortened"),
-        (("--lr", 0.5, "--rounds", 9), "training.lr was 0.05, is now 0.5"),
+        (("--lr", 0.5, "--rounds", 9), "training.learning_rate was 0.05, is now 0.5"),
         (("--set", "algorithm.neighbours=3", "--seed", 1), "seed was 0, is now 1; algorithm.neighbours was 2, is now 3"),
         (("--set", "faults.dropout=0.5"), "faults.dropout was 0.2, is now 0.5"),
     ):

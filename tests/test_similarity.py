@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, make, play, toy_federation
+from conftest import assert_same, budget, engine_for, make, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms import create
-from pfedla.contracts import Cohort, LocalTraining, Payload
-from pfedla.engines import create_engine
-from pfedla.rounds import everyone
-from pfedla.tasks import task_of
+from pfedla.core.contracts import Cohort, Payload
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import task_of
 
 TWO_LAYERS = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1))
 
@@ -31,7 +30,7 @@ SECOND = [(3.0, 4.0), (4.0, 3.0), (0.0, 0.0)]
 
 
 def test_per_layer_by_hand() -> None:
-    algorithm = create("layer-similarity", task_of(TWO_LAYERS), LocalTraining(0.1, 1, 4))
+    algorithm = create("layer-similarity", task_of(TWO_LAYERS), budget(0.1, 1, 4))
     alpha = algorithm.alpha(server_of(FIRST, SECOND))
     c = 1 / math.sqrt(2)
     near = [1 / (1 + c), c / (1 + c), 0.0]  # the third points the other way: its cosine is cut to zero
@@ -43,7 +42,7 @@ def test_per_layer_by_hand() -> None:
 
 
 def test_per_model_by_hand() -> None:
-    algorithm = create("model-similarity", task_of(TWO_LAYERS), LocalTraining(0.1, 1, 4))
+    algorithm = create("model-similarity", task_of(TWO_LAYERS), budget(0.1, 1, 4))
     alpha = algorithm.alpha(server_of(FIRST, SECOND))
     cosine = (1 + 24) / math.sqrt(26 * 27)  # of the whole vectors (1, 0, 3, 4) and (1, 1, 4, 3)
     expected = torch.tensor([1 / (1 + cosine), cosine / (1 + cosine), 0.0])
@@ -70,7 +69,7 @@ def test_a_client_trains_from_the_mix_and_uploads_its_parameters(name: str) -> N
     played, clients = play(algorithm, federation, rounds=range(1, 2))
     cohort = everyone(federation.num_examples, 2, 0)
     downloads = algorithm.download(played[0].server, cohort)
-    with create_engine("threaded", algorithm, federation, device="cpu", threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
         data = engine.client(4).local_data(cohort, downloads.rows(4))
     private = {name: value[4] for name, value in clients.items() if name in algorithm.init_client()}
     result = algorithm.local_update(private, downloads.rows(4), data)

@@ -34,9 +34,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.experiment import Experiment, check_names
-from pfedla.models import MODELS
-from pfedla.report.paper import compared
+from pfedla.core.models import MODELS
+from pfedla.reproduction.paper_tables import compared
+from pfedla.runs.experiment import Experiment, check_names
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 

@@ -11,10 +11,10 @@ ROUNDS, SETTLED = 500, 50
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from pfedla.console import Reporter
-from pfedla.experiment import Experiment, build
-from pfedla.results import run_built
-from pfedla.run_folder import RunFolder
+from pfedla.runs.progress import Reporter
+from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.result import run_built
+from pfedla.runs.folder import RunFolder
 
 class Watching(Reporter):
     def on_round(self, played):

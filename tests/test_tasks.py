@@ -5,15 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import budget, engine_for
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
-from pfedla.contracts import LocalTraining
+from pfedla.core.models import PaperCNN, SmallCNN
+from pfedla.core.rounds import everyone
+from pfedla.core.tasks import channels_last, task_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine
-from pfedla.models import PaperCNN, SmallCNN
-from pfedla.rounds import everyone
-from pfedla.tasks import channels_last, task_of
 
 
 class Tied(nn.Module):
@@ -115,8 +114,8 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
     x, y = torch.randn(70, *shape), torch.randint(0, 3, (70,))
     federation = Federation([Examples(x, y)], [Examples(x[:2], y[:2])], ("a", "b", "c"))
     module = PaperCNN(shape, 3, batch_norm=True)
-    algorithm = create("fedavg", task_of(module), LocalTraining(0.05, epochs, size))
-    engine = create_engine("threaded", algorithm, federation, device="cpu", threads=2, recalibrate="never")
+    algorithm = create("fedavg", task_of(module), budget(0.05, epochs, size))
+    engine = engine_for(algorithm, federation, threads=2, recalibrate="never")
     cohort = everyone(federation.num_examples, 1, 0)
     with engine:
         downloads = algorithm.download(algorithm.init_server(1, 0), cohort)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pfedla.console import Reporter
-from pfedla.errors import PfedlaError, Stopped
-from pfedla.experiment import Experiment, build
-from pfedla.results import run, run_built
-from pfedla.run_folder import RunFolder
-from pfedla.trackers import NEEDED, TRACKERS, WeightsAndBiases, flat, metrics_of
+from pfedla.core.errors import PfedlaError, Stopped
+from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.progress import Reporter
+from pfedla.runs.result import run, run_built
+from pfedla.runs.trackers import NEEDED, TRACKERS, WeightsAndBiases, flat, metrics_of
 
 ALL = ",".join(TRACKERS)
 TINY = {
@@ -32,10 +32,10 @@ OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_
 DIES = """
 import json, os, sys
 from pathlib import Path
-from pfedla.console import Reporter
-from pfedla.experiment import Experiment, build
-from pfedla.results import run_built
-from pfedla.run_folder import RunFolder
+from pfedla.runs.progress import Reporter
+from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.result import run_built
+from pfedla.runs.folder import RunFolder
 
 class Dies(Reporter):
     def on_round(self, played):
@@ -436,7 +436,7 @@ def test_packages_are_loaded_only_when_asked_for(tmp_path: Path) -> None:
 import sys
 from pfedla.cli import app
 app(["run", "--help"], standalone_mode=False)
-assert not {"torch", "pfedla.trackers"} & sys.modules.keys()
+assert not {"torch", "pfedla.runs.trackers"} & sys.modules.keys()
 app(sys.argv[1:], standalone_mode=False)
 assert not {"tensorboard", "mlflow", "wandb", "torch.utils.tensorboard"} & sys.modules.keys()
 """

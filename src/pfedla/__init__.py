@@ -11,17 +11,17 @@ __version__ = "0.1.0"
 _HOME = {
     "Federation": "pfedla.data.federation",
     "federation_of": "pfedla.data.federation",
-    "Layers": "pfedla.layers",
-    "mix": "pfedla.layers",
-    "LayerWeightHypernetwork": "pfedla.hypernetworks",
-    "layer_gradient": "pfedla.hypernetworks",
-    "task_of": "pfedla.tasks",
-    "simulate": "pfedla.simulation",
-    "Simulation": "pfedla.simulation",
-    "Experiment": "pfedla.experiment",
-    "run": "pfedla.results",
-    "Faults": "pfedla.faults",
-    "PfedlaError": "pfedla.errors",
+    "Layers": "pfedla.core.layers",
+    "mix": "pfedla.core.layers",
+    "LayerWeightHypernetwork": "pfedla.algorithms.hypernetworks",
+    "layer_gradient": "pfedla.algorithms.hypernetworks",
+    "task_of": "pfedla.core.tasks",
+    "simulate": "pfedla.runs.simulation",
+    "Simulation": "pfedla.runs.simulation",
+    "Experiment": "pfedla.runs.experiment",
+    "run": "pfedla.runs.result",
+    "Faults": "pfedla.core.faults",
+    "PfedlaError": "pfedla.core.errors",
 }
 __all__ = [
     "Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Simulation", "__version__",
@@ -29,15 +29,15 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from pfedla.algorithms.hypernetworks import LayerWeightHypernetwork, layer_gradient
+    from pfedla.core.errors import PfedlaError
+    from pfedla.core.faults import Faults
+    from pfedla.core.layers import Layers, mix
+    from pfedla.core.tasks import task_of
     from pfedla.data.federation import Federation, federation_of
-    from pfedla.errors import PfedlaError
-    from pfedla.experiment import Experiment
-    from pfedla.faults import Faults
-    from pfedla.hypernetworks import LayerWeightHypernetwork, layer_gradient
-    from pfedla.layers import Layers, mix
-    from pfedla.results import run
-    from pfedla.simulation import Simulation, simulate
-    from pfedla.tasks import task_of
+    from pfedla.runs.experiment import Experiment
+    from pfedla.runs.result import run
+    from pfedla.runs.simulation import Simulation, simulate
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,8 @@
 """The registry: every algorithm by its name, built from plain options."""
 
-import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -23,8 +22,8 @@ from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
 from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
-from pfedla.contracts import Algorithm, LocalTraining, Task
-from pfedla.errors import NotApplicableError, PfedlaError, shown, unknown
+from pfedla.core.contracts import Algorithm, Task, Training
+from pfedla.core.errors import NotApplicableError, PfedlaError, shown, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
@@ -43,10 +42,9 @@ def find(name: str) -> type[Algorithm]:
 
 @cache
 def options_model(kind: type[Algorithm]) -> type[BaseModel]:
-    """The hyper-parameters of an algorithm with their types, bounds and defaults."""
-    common = {field.name for field in dataclasses.fields(Algorithm)}
-    hints = get_type_hints(kind, include_extras=True)
-    own: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind) if f.name not in common}
+    """Return the hyper-parameters of an algorithm: their types, bounds, defaults and descriptions."""
+    fields = {name: field for name, field in kind.model_fields.items() if name not in Algorithm.model_fields}
+    own: dict[str, Any] = {name: (field.rebuild_annotation(), field) for name, field in fields.items()}
     return create_model(kind.__name__, __config__=ConfigDict(extra="forbid", strict=True), **own)
 
 
@@ -70,5 +68,5 @@ def check_joining(method: Algorithm) -> None:
         raise NotApplicableError(f"no client can join a run of {method.name}: {method.cannot_join}; it can with: {able}")
 
 
-def create(name: str, task: Task, training: LocalTraining, options: Mapping[str, object] | None = None) -> Algorithm:
+def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:
     return find(name)(task=task, training=training, **resolve_options(name, options or {}))

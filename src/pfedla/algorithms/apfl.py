@@ -6,37 +6,35 @@ v̄_i = α_i v_i + (1-α_i) w_i is `_mix`, w_i ← w_i - η∇f(w_i), v_i ← v_
 α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩ are `local_update`.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
-from pfedla.errors import PfedlaError
-from pfedla.training import batches
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.settings import Positive, Rate
+from pfedla.core.training import batches
 
 PERSONAL = "personal/"  # before the names of v_i's parameters and of the mixed model's statistics; w_i's have no prefix
 MIXING = "apfl/mixing"
 
 
-@dataclass(frozen=True, kw_only=True)
 class APFL(SendsParameters):
     name: ClassVar[str] = "apfl"
     summary: ClassVar[str] = "a mix of one's own model and the global one"
 
     mixing: Annotated[float, Field(ge=0, le=1)] = 0.5  # α: the share of the own model, to begin with if it is learned
     adaptive: bool = True  # whether α_i is learned
-    mixing_lr: Rate | Literal["auto"] = "auto"  # of α_i; auto: training.lr
+    mixing_lr: Rate | Literal["auto"] = "auto"  # of α_i; auto: training.learning_rate
     joint_epochs: Positive | Literal["auto"] = "auto"  # auto: the local budget, at two gradients a step
 
     def check(self, num_clients: int) -> None:
-        if self.joint_epochs != "auto" and self.joint_epochs > self.training.epochs:
+        if self.joint_epochs != "auto" and self.joint_epochs > self.training.local_epochs:
             raise PfedlaError(
-                f"joint_epochs = {self.joint_epochs}, but the local budget is {self.training.epochs} epochs; "
+                f"joint_epochs = {self.joint_epochs}, but the local budget is {self.training.local_epochs} epochs; "
                 "give fewer, or set local_epochs"
             )
 
@@ -59,7 +57,7 @@ class APFL(SendsParameters):
         return {name: torch.lerp(value, own[name], share) for name, value in shared.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        layers, lr = self.task.layers, self.training.lr
+        layers, lr = self.task.layers, self.training.learning_rate
         mixing_lr = lr if self.mixing_lr == "auto" else self.mixing_lr
         own, shared = layers.parameters(self._own(client)), layers.parameters(download.tensors)
         own_statistics, statistics = layers.only_statistics(self._own(client)), layers.only_statistics(client)

@@ -5,19 +5,17 @@ Names: w is the `download`, λ `penalty`, v_k the unprefixed tensors of the clie
 v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) is `sgd` with towards=w, pull=λ.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pfedla.algorithms.bounds import Factor, Positive
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
-from pfedla.errors import PfedlaError
-from pfedla.training import sgd
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.settings import Factor, Positive
+from pfedla.core.training import sgd
 
 GLOBAL = "global/"  # before the names of the statistics that belong to w; v_k has its own
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ditto(SendsParameters):
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "FedAvg, and a model of one's own pulled towards it"
@@ -26,14 +24,14 @@ class Ditto(SendsParameters):
     personal_epochs: Positive | Literal["auto"] = "auto"  # of v_k; auto: as many as w gets, so twice the compute
 
     def check(self, num_clients: int) -> None:
-        if self._personal_epochs() > self.training.epochs:
+        if self._personal_epochs() > self.training.local_epochs:
             raise PfedlaError(
-                f"personal_epochs = {self.personal_epochs}, but the local budget is {self.training.epochs} epochs; "
+                f"personal_epochs = {self.personal_epochs}, but the local budget is {self.training.local_epochs} epochs; "
                 "give fewer, or set local_epochs"
             )
-        if self.training.lr * self.penalty >= 1:
+        if self.training.learning_rate * self.penalty >= 1:
             raise PfedlaError(
-                f"penalty = {self.penalty} times the learning rate {self.training.lr} is not below 1: "
+                f"penalty = {self.penalty} times the learning rate {self.training.learning_rate} is not below 1: "
                 "every step would throw the personal model past the global one"
             )
 
@@ -43,7 +41,7 @@ class Ditto(SendsParameters):
     # Client
 
     def _personal_epochs(self) -> int:
-        return self.training.epochs if self.personal_epochs == "auto" else self.personal_epochs
+        return self.training.local_epochs if self.personal_epochs == "auto" else self.personal_epochs
 
     def init_client(self) -> ClientState:
         initial = self.task.initial()

@@ -5,7 +5,6 @@ Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_
 p `adaptive_layers`, η `weight_lr`; Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `_start`, W_i ← clip(W_i - η∇_W f(Θ̂_i), 0, 1) is `_fit`.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -13,18 +12,17 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import grad
 
-from pfedla.algorithms.bounds import Natural, Rate
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload
-from pfedla.errors import NotApplicableError
-from pfedla.training import batches, sgd
-from pfedla.tree import finite_or
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.errors import NotApplicableError
+from pfedla.core.layers import finite_or
+from pfedla.core.settings import Natural, Rate
+from pfedla.core.training import batches, sgd
 
 WEIGHT = "weight/"
 HAS_TRAINED = "fedala/has_trained"
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedALA(SendsParameters):
     name: ClassVar[str] = "fedala"
     summary: ClassVar[str] = "FedAvg from an element-wise mix with one's own last layers"

@@ -5,22 +5,20 @@ Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`, ξ `
 u_i = Σ_j ξ_ij w_j with ξ_ij = α_k A'(|w_i - w_j|²) is `download`, min f_i(w) + λ/(2α_k) |w - u_i|² is `local_update`.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import KeepsAllModels
-from pfedla.contracts import ClientState, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.errors import PfedlaError
-from pfedla.training import sgd
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.core.errors import PfedlaError
+from pfedla.core.settings import Factor, Rate
+from pfedla.core.training import sgd
 
 HAS_TRAINED = "fedamp/has_trained"
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAMP(KeepsAllModels):
     name: ClassVar[str] = "fedamp"
     summary: ClassVar[str] = "a mean of all models, the nearer ones weighing more"
@@ -30,9 +28,9 @@ class FedAMP(KeepsAllModels):
     penalty: Factor = 0.1  # λ; the pull towards the mix is λ/α_k
 
     def check(self, num_clients: int) -> None:
-        if self.training.lr * self._pull() >= 1:
+        if self.training.learning_rate * self._pull() >= 1:
             raise PfedlaError(
-                f"penalty / step_size = {self._pull()} times the learning rate {self.training.lr} is not below 1: "
+                f"penalty / step_size = {self._pull()} times the learning rate {self.training.learning_rate} is not below 1: "
                 "every step would throw the model past the one it is pulled to"
             )
 

@@ -4,10 +4,9 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 BatchNorm's running mean and variance are averaged like parameters, its integer counter is copied, never averaged.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from pfedla.contracts import (
+from pfedla.core.contracts import (
     Algorithm,
     ClientState,
     Cohort,
@@ -18,11 +17,10 @@ from pfedla.contracts import (
     ServerState,
     all_sent,
 )
-from pfedla.training import sgd
-from pfedla.tree import repeat, weighted_mean
+from pfedla.core.layers import repeat, weighted_mean
+from pfedla.core.training import sgd
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvg(Algorithm):
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "one global model, the weighted mean of all"

@@ -3,16 +3,14 @@
 Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021, Algorithm 1.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
 from pfedla.algorithms.partial import PartialFedAvg
-from pfedla.errors import NotApplicableError
+from pfedla.core.errors import NotApplicableError
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedBN(PartialFedAvg):
     name: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg, but every BatchNorm stays at home"

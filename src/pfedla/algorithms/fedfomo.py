@@ -5,23 +5,30 @@ Tied to names: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| `_weights`; θ_i += Σ 
 affinity P and the ε-greedy choice of the models to send `_choices`.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.bounds import Natural
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.seeds import generator
-from pfedla.training import evaluate, sgd
-from pfedla.tree import copies, into_corner_, put_, take
+from pfedla.core.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+    generator,
+)
+from pfedla.core.layers import copies, into_corner_, put_, take
+from pfedla.core.settings import Natural
+from pfedla.core.training import evaluate, sgd
 
 PREFIX = "candidate/"
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedFomo(Algorithm):
     name: ClassVar[str] = "fedfomo"
     summary: ClassVar[str] = "the own model and a few others', mixed by their held-out loss"
@@ -44,7 +51,7 @@ class FedFomo(Algorithm):
             "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # P[i, n]: how much n has helped i so far
         }
 
-    def admitted(self, server: ServerState, seed: int) -> ServerState:
+    def admit(self, server: ServerState, seed: int) -> ServerState:
         fresh = self.init_server(len(server["affinity"]["affinity"]) + 1, seed)
         return {group: into_corner_(fresh[group], part) for group, part in server.items()}
 

@@ -3,19 +3,17 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from pfedla.algorithms.bounds import Natural
 from pfedla.algorithms.partial import PartialFedAvg
-from pfedla.contracts import LocalData, Params
-from pfedla.errors import NotApplicableError, PfedlaError
-from pfedla.training import sgd
+from pfedla.core.contracts import LocalData, Params
+from pfedla.core.errors import NotApplicableError, PfedlaError
+from pfedla.core.settings import Natural
+from pfedla.core.training import sgd
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedRep(PartialFedAvg):
     name: ClassVar[str] = "fedrep"
     summary: ClassVar[str] = "a shared body, a head of one's own; trained in turn"
@@ -28,16 +26,16 @@ class FedRep(PartialFedAvg):
         head, body = self._epochs()
         if self.private_layers() and not head:
             raise NotApplicableError(
-                f"FedRep trains head and body in turn, and a local budget of {self.training.epochs} leaves no epoch to the head"
+                f"FedRep trains head and body in turn, and a local budget of {self.training.local_epochs} leaves no epoch to the head"
             )
-        if head + body != self.training.epochs or min(head, body) < 0:
+        if head + body != self.training.local_epochs or min(head, body) < 0:
             raise PfedlaError(
                 f"head_epochs {head} and body_epochs {body} make {head + body}, but the local budget is "
-                f"{self.training.epochs} epochs; give one of them, or set local_epochs"
+                f"{self.training.local_epochs} epochs; give one of them, or set local_epochs"
             )
 
     def _epochs(self) -> tuple[int, int]:
-        budget = self.training.epochs
+        budget = self.training.local_epochs
         body = self.body_epochs
         if body == "auto":
             body = (budget + 1) // 2 if self.head_epochs == "auto" else budget - self.head_epochs

@@ -4,18 +4,16 @@ The usual second baseline of personalised federated learning; reported under its
 and only the model that is deployed differs.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pfedla.algorithms.bounds import Positive
 from pfedla.algorithms.fedavg import FedAvg
-from pfedla.contracts import ClientState, LocalData, Params, Payload
-from pfedla.errors import PfedlaError
-from pfedla.training import sgd
-from pfedla.tree import finite_or
+from pfedla.core.contracts import ClientState, LocalData, Params, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import finite_or
+from pfedla.core.settings import Positive
+from pfedla.core.training import sgd
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgFineTuned(FedAvg):
     name: ClassVar[str] = "fedavg-ft"
     summary: ClassVar[str] = "FedAvg, fine-tuned on the client before use"
@@ -24,13 +22,13 @@ class FedAvgFineTuned(FedAvg):
     fine_tuning_epochs: Positive | Literal["auto"] = "auto"  # auto: as many as the local budget
 
     def check(self, num_clients: int) -> None:
-        if self._epochs() > self.training.epochs:
+        if self._epochs() > self.training.local_epochs:
             raise PfedlaError(
-                f"fine_tuning_epochs = {self._epochs()}, but the local budget is {self.training.epochs} epochs; use fewer"
+                f"fine_tuning_epochs = {self._epochs()}, but the local budget is {self.training.local_epochs} epochs; use fewer"
             )
 
     def _epochs(self) -> int:
-        return self.training.epochs if self.fine_tuning_epochs == "auto" else self.fine_tuning_epochs
+        return self.training.local_epochs if self.fine_tuning_epochs == "auto" else self.fine_tuning_epochs
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         tuned, _ = sgd(self.task, download.tensors, data, self.training, epochs=range(self._epochs()))

@@ -3,15 +3,13 @@
 Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020, Algorithm 1.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from pfedla.algorithms.bounds import Positive
 from pfedla.algorithms.partial import PartialFedAvg
-from pfedla.errors import NotApplicableError
+from pfedla.core.errors import NotApplicableError
+from pfedla.core.settings import Positive
 
 
-@dataclass(frozen=True, kw_only=True)
 class LGFedAvg(PartialFedAvg):
     name: ClassVar[str] = "lg-fedavg"
     summary: ClassVar[str] = "a representation of one's own, shared last layers"

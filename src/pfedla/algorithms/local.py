@@ -1,15 +1,22 @@
 """Local training: every client trains its own model and never talks. The sanity floor of every table."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.training import sgd
+from pfedla.core.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+)
+from pfedla.core.training import sgd
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(Algorithm):
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "each client trains alone"

@@ -1,19 +1,26 @@
 """What methods have in common: layers that stay at home, parameters that all travel, servers that keep everyone's model."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, all_sent
-from pfedla.layers import inner_products, mix
-from pfedla.training import sgd
-from pfedla.tree import copies, put_, repeat, take, weighted_mean, with_mean_row
+from pfedla.core.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+    all_sent,
+)
+from pfedla.core.layers import append_mean_row, copies, inner_products, mix, put_, repeat, take, weighted_mean
+from pfedla.core.training import sgd
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartialFedAvg(Algorithm):
     """A method says which layers are private and, if it differs, how a client trains."""
 
@@ -63,7 +70,6 @@ class PartialFedAvg(Algorithm):
         return {**download.tensors, **client}
 
 
-@dataclass(frozen=True, kw_only=True)
 class SendsParameters(PartialFedAvg):
     """All parameters travel, BatchNorm's statistics stay at home; on the server FedAvg, unless a method says otherwise."""
 
@@ -71,7 +77,6 @@ class SendsParameters(PartialFedAvg):
         return []
 
 
-@dataclass(frozen=True, kw_only=True)
 class KeepsAllModels(SendsParameters):
     """The server keeps everyone's last trained parameters and mixes them by weights that it computes from them."""
 
@@ -90,16 +95,16 @@ class KeepsAllModels(SendsParameters):
         squares = torch.zeros(len(next(iter(models.values()))), len(layers), dtype=torch.float64)
         for name, value in models.items():
             squares[:, layers.index[name]] += value.square().sum(1)
-        return inner_products(take(models, ids), models, layers, ids), squares
+        return inner_products(take(models, ids), models, layers), squares
 
-    def admitted(self, server: ServerState, seed: int) -> ServerState:
-        return {"models": with_mean_row(server["models"])}
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        return {"models": append_mean_row(server["models"])}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers, cohort.ids)
+        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
         return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

@@ -7,22 +7,20 @@ Hessian-vector product is `_curvature`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.training import batches
-from pfedla.tree import finite_or, weighted_mean
+from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.core.layers import finite_or, weighted_mean
+from pfedla.core.settings import Factor, Rate
+from pfedla.core.training import batches
 
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
 class PerFedAvg(SendsParameters):
     name: ClassVar[str] = "per-fedavg"
     summary: ClassVar[str] = "a common start, adapted by one step on one's own data"
@@ -30,7 +28,7 @@ class PerFedAvg(SendsParameters):
 
     # Not `alpha`: Algorithm.alpha are the learned weights of pFedLA.
     inner_lr: Factor = 0.01  # α, of the step that adapts
-    beta: Rate | Literal["auto"] = "auto"  # outer rate; auto: training.lr
+    beta: Rate | Literal["auto"] = "auto"  # outer rate; auto: training.learning_rate
     hessian_free: bool = False  # False: first order, the Hessian is left out
     delta: Rate = 0.001  # δ, of the Hessian-free difference
     weighted: bool = False  # True: FedAvg's weights n_i in place of the paper's plain mean
@@ -56,7 +54,7 @@ class PerFedAvg(SendsParameters):
         return {name: (value - behind[name]) / (2 * step) for name, value in ahead.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        beta = self.training.lr if self.beta == "auto" else self.beta
+        beta = self.training.learning_rate if self.beta == "auto" else self.beta
         parameters, statistics = download.tensors, client
         losses = []
         for outer, inner, curved in self._triples(data):

@@ -6,7 +6,6 @@ weights, `aggregate`; the step down it `_descend`.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -15,17 +14,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.algorithms.bounds import Factor, Rate
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import Cohort, Params, Payload, ServerState, all_sent
-from pfedla.errors import check_affordable
-from pfedla.seeds import generator
-from pfedla.tree import by_blocks, take, with_mean_row
+from pfedla.core.contracts import Cohort, Params, Payload, ServerState, all_sent, generator
+from pfedla.core.errors import check_affordable
+from pfedla.core.layers import append_mean_row, take
+from pfedla.core.settings import Factor, Rate
 
 EMBEDDING = "embedding"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedHN(SendsParameters):
     name: ClassVar[str] = "pfedhn"
     summary: ClassVar[str] = "one hypernetwork writes every client's weights"
@@ -75,9 +72,9 @@ class PFedHN(SendsParameters):
         still = {name: torch.zeros_like(value) for name, value in {**embeddings, **network}.items()}
         return {"embeddings": embeddings, "network": network, "momentum": still}
 
-    def admitted(self, server: ServerState, seed: int) -> ServerState:
+    def admit(self, server: ServerState, seed: int) -> ServerState:
         # A newcomer starts in the middle of the others and moves alone: the paper, too, keeps φ for a novel client.
-        embeddings = with_mean_row(server["embeddings"])
+        embeddings = append_mean_row(server["embeddings"])
         still = torch.cat([server["momentum"][EMBEDDING], torch.zeros_like(embeddings[EMBEDDING][:1])])
         return {"embeddings": embeddings, "network": server["network"], "momentum": server["momentum"] | {EMBEDDING: still}}
 
@@ -97,7 +94,7 @@ class PFedHN(SendsParameters):
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         network, like = server["network"], self._parameters()
         generate = vmap(lambda one: self._generate(network, one[EMBEDDING], like))
-        weights = by_blocks(generate, take(server["embeddings"], cohort.ids), cohort.ids)
+        weights = generate(take(server["embeddings"], cohort.ids))
         return Payload(weights, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

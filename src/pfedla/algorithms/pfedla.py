@@ -4,7 +4,6 @@ Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", 
 Equations tied to names: Eq. 4 `_alpha`, Eq. 5-6 `mix`, Eq. 10-11 `LayerWeightHypernetwork.step`, Eq. 12 `_sent`.
 """
 
-from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -12,10 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vmap
 
-from pfedla.algorithms.bounds import Natural, Positive, Rate
-from pfedla.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.errors import NotApplicableError, PfedlaError, check_affordable
-from pfedla.hypernetworks import (
+from pfedla.algorithms.hypernetworks import (
     FreeLayerWeights,
     LayerWeightHypernetwork,
     Normalise,
@@ -23,10 +19,31 @@ from pfedla.hypernetworks import (
     normalise_or_own,
     unit_free,
 )
-from pfedla.layers import choose, mix, mix_few
-from pfedla.seeds import generator
-from pfedla.training import sgd
-from pfedla.tree import copies, finite_rows, into_corner_, put_, take, with_mean_row
+from pfedla.core.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+    generator,
+)
+from pfedla.core.errors import NotApplicableError, PfedlaError, check_affordable
+from pfedla.core.layers import (
+    append_mean_row,
+    choose,
+    copies,
+    finite_rows,
+    into_corner_,
+    mix,
+    mix_few,
+    put_,
+    take,
+)
+from pfedla.core.settings import Natural, Positive, Rate
+from pfedla.core.training import sgd
 
 HOLD_OUT, WISH = "hold-out", "wish."
 CHUNK = 64  # clients whose weights are made at once: their hypernetworks are copied for it
@@ -42,7 +59,6 @@ class Pace(NamedTuple):
 PACES = {"held-out": Pace(5, 10), "paper": Pace(0, "all")}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedLA(Algorithm):
     name: ClassVar[str] = "pfedla"
     summary: ClassVar[str] = "per layer, a learned mix of all clients' models"
@@ -71,7 +87,7 @@ class PFedLA(Algorithm):
             )
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer')
-        compact = replace(self, hypernetwork="compact")
+        compact = self.model_copy(update={"hypernetwork": "compact"})
         what = f"the {self.hypernetwork} hypernetworks of {num_clients} clients"
         if self.hypernetwork == "network":
             what += f" with hidden_size = {self.hidden_size}"
@@ -98,12 +114,12 @@ class PFedLA(Algorithm):
             "progress": {"uploads": torch.zeros((), dtype=torch.int64)},
         }
 
-    def admitted(self, server: ServerState, seed: int) -> ServerState:
+    def admit(self, server: ServerState, seed: int) -> ServerState:
         """A hypernetwork as everyone's was at the start; the newcomer's weights are learned in each of its rounds."""
         count = _num_clients(server) + 1
         fresh = self._hypernetwork(count).init(count, generator(seed, "hypernetwork"))
         return {
-            "models": with_mean_row(server["models"]),
+            "models": append_mean_row(server["models"]),
             "hypernetworks": into_corner_(fresh, server["hypernetworks"]),
             "progress": {"uploads": torch.tensor(self.pace.warm_up * count)},
         }
@@ -144,7 +160,7 @@ class PFedLA(Algorithm):
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         alpha = self._alpha(server, cohort.ids)
         if self.neighbours == "all" or self.neighbours == alpha.shape[-1]:
-            mixed = mix(alpha, server["models"], self.task.layers, cohort.ids)
+            mixed = mix(alpha, server["models"], self.task.layers)
         else:
             mixed = mix_few(*self._neighbours(alpha, cohort, self.neighbours), server["models"], self.task.layers)
         # The mark is empty; its name tells the clients to hold examples out and send what these wish for.
@@ -165,7 +181,7 @@ class PFedLA(Algorithm):
             own.learning_rounds if self.learning_rounds == "auto" else self.learning_rounds,
         )
 
-    def decided(self) -> dict[str, object]:
+    def resolved_options(self) -> dict[str, object]:
         return self.pace._asdict()
 
     def notice(self, rounds: float) -> str:
@@ -203,7 +219,7 @@ class PFedLA(Algorithm):
         else:
             delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
         # At the snapshot the mix was made of: with the new θ_i the self-weight would be inflated by |Δθ_i|².
-        wish, sent, rate = layer_gradient(delta, models, layers, cohort.ids), downloads.sent.unsqueeze(-1), self.hypernetwork_lr
+        wish, sent, rate = layer_gradient(delta, models, layers), downloads.sent.unsqueeze(-1), self.hypernetwork_lr
         if ours:
             wish = unit_free(wish, delta, downloads.tensors, models, layers, downloads.sent)
             rate *= wish.shape[-1]  # the slope of a uniform softmax is one over the number of senders
@@ -266,7 +282,6 @@ def _never_alone(ids: Tensor) -> Tensor:
     return ids.repeat(2) if len(ids) == 1 else ids
 
 
-@dataclass(frozen=True, kw_only=True)
 class HeurpFedLA(PFedLA):
     """pFedLA that keeps the most personal layers at home and saves their download (Algorithm 2)."""
 

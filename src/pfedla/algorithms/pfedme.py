@@ -5,24 +5,22 @@ min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ − w|². Names: λ `pen
 β `server_mix`; the inner problem is the loop over `inner_steps` in `local_update`, ∇F_i(w) = λ(w − θ) the step after it.
 """
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
 import torch
 
-from pfedla.algorithms.bounds import Positive, Rate
 from pfedla.algorithms.partial import SendsParameters
-from pfedla.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.errors import PfedlaError
-from pfedla.training import batches
-from pfedla.tree import weighted_mean
+from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import weighted_mean
+from pfedla.core.settings import Positive, Rate
+from pfedla.core.training import batches
 
 PERSONAL = "personal/"  # before the name of a parameter: θ_i's
 HAS_TRAINED = "has_trained"  # whether there is a θ_i yet
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedMe(SendsParameters):
     name: ClassVar[str] = "pfedme"
     summary: ClassVar[str] = "a model of one's own, held near the common one"
@@ -30,7 +28,7 @@ class PFedMe(SendsParameters):
     penalty: Rate = 15.0  # λ: how hard θ is held near the common model
     inner_steps: Positive = 5  # K, on each mini-batch
     eta: Rate = 0.005  # η, of the local copy of the common model
-    personal_lr: Rate = 0.01  # η_p, of θ; the common training.lr is not used
+    personal_lr: Rate = 0.01  # η_p, of θ; the common training.learning_rate is not used
     server_mix: Rate = 1.0  # β: share of the new mean in the common model
     equal_budget: bool = True  # True: as many gradient steps as the others make; False: K times as many
 

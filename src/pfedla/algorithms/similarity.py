@@ -5,17 +5,15 @@ computed, not learned: alpha[i, layer, j] is the cosine similarity of the parame
 divided by its sum.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pfedla.algorithms.partial import KeepsAllModels
-from pfedla.contracts import ServerState
+from pfedla.core.contracts import ServerState
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayerSimilarity(KeepsAllModels):
     name: ClassVar[str] = "layer-similarity"
     summary: ClassVar[str] = "per layer, a mix weighted by the similarity of the layers"
@@ -29,7 +27,6 @@ class LayerSimilarity(KeepsAllModels):
         return cosine / cosine.sum(-1, keepdim=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelSimilarity(LayerSimilarity):
     """One similarity for the whole model: the same weight in every layer."""
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfedla.core.errors import PfedlaError, unknown
 from pfedla.data import names
 from pfedla.data.formats import read_cifar, read_idx_pair
 from pfedla.data.own import Array, Dataset, load_npz, pixel_statistics
 from pfedla.data.sources import Download, Source, absent, download, located
-from pfedla.errors import PfedlaError, unknown
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pfedla.core.contracts import generator, numpy_generator
+from pfedla.core.errors import PfedlaError
+from pfedla.core.training import normalise
 from pfedla.data.own import Array, Dataset, dataset_of
 from pfedla.data.partition import leaked_share, split_of
 from pfedla.data.recipe import Recipe, recipe_of
-from pfedla.errors import PfedlaError
-from pfedla.seeds import generator, numpy_generator
 
 
 class Examples(NamedTuple):
@@ -44,10 +45,7 @@ class Outline:
 
     def normalised(self, x: Tensor) -> Tensor:
         """float32, channel by channel; data that came as floats are used as they are."""
-        if not self.mean:
-            return x.float()
-        mean, std = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (self.mean, self.std))
-        return (x.float() - mean) / std
+        return normalise(x, self.mean, self.std)
 
     def fingerprint_of(self, digests: Iterable[str]) -> str:
         """SHA-256 of all clients' examples, given by their own, and of how they are normalised."""

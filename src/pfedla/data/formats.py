@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data.own import Array
-from pfedla.errors import PfedlaError
 
 LARGEST = 2**30  # bytes; the largest set of images that is read has 0.6 of 10^9
 INFLATION = 1032  # a byte of gzip cannot become more

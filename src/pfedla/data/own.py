@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfedla.errors import PfedlaError, unknown
-from pfedla.files import read_plain_array
+from pfedla.core.errors import PfedlaError, unknown
+from pfedla.core.files import read_plain_array
 
 Array = npt.NDArray[Any]
 PLAIN = "save plain arrays with numpy.savez (names as y.astype(str))"

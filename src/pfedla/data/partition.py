@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data.own import LARGEST, Array, Dataset
 from pfedla.data.recipe import Recipe
 from pfedla.data.rounding import balanced_counts
 from pfedla.data.rules import DEALT, Rule, rule_of
-from pfedla.errors import PfedlaError
 
 
 class Split(NamedTuple):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from pfedla.core.errors import PfedlaError, unknown
 from pfedla.data.own import Dataset
-from pfedla.errors import PfedlaError, unknown
 
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
 TEST_SHARE = 0.3  # the paper's

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
+from pfedla.core.errors import PfedlaError
 from pfedla.data.own import Array, Dataset
 from pfedla.data.recipe import TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Recipe
 from pfedla.data.rounding import balanced_counts, shares_to_counts
-from pfedla.errors import PfedlaError
 
 FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is drawn anew
 DRAWS = 1000

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from pfedla.errors import PfedlaError
-from pfedla.files import sha256
+from pfedla.core.errors import PfedlaError
+from pfedla.core.files import sha256
 
 LARGEST_MEMBER = 2**30  # bytes
 

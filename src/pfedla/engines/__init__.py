@@ -1,31 +1,51 @@
 """Where the clients live. Engines take and give CPU tensors; the device is their own affair."""
 
+import os
+import shutil
 from collections.abc import Callable
 
-from pfedla.contracts import Algorithm, Recalibrate
+from torch import nn
+
+from pfedla.core.contracts import Algorithm
+from pfedla.core.errors import PfedlaError
+from pfedla.core.faults import Faults
+from pfedla.core.settings import AUTO, EngineSettings, Recalibrate
 from pfedla.data.federation import Federation
-from pfedla.engines.choice import FLOWER, check_flower
-from pfedla.engines.clients import NO_FAULTS, SimulatedClients
+from pfedla.engines.client import NO_FAULTS, SimulatedClients
 from pfedla.engines.threaded import ThreadedEngine
 from pfedla.engines.vectorized import VectorizedEngine
-from pfedla.errors import unknown
-from pfedla.faults import Faults
 
 ENGINES: dict[str, type[SimulatedClients]] = {"threaded": ThreadedEngine, "vectorized": VectorizedEngine}
-ENGINE_NAMES = (*ENGINES, FLOWER)
+# On a CPU one stacked product for all clients wins where a step is mostly Python: small networks without convolutions.
+VECTORIZED_PARAMETERS = 2**16
+
+
+def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
+    """Replace "auto" by the engine that is faster for this model on this device; refuse what cannot be compiled.
+
+    The choice follows a rule that was measured (docs/performance.md), not a timing: the same file gives the same bits.
+    """
+    name = settings.name
+    if name == AUTO:
+        convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+        small = sum(parameter.numel() for parameter in module.parameters()) <= VECTORIZED_PARAMETERS
+        stacks = settings.device != "cpu" or (small and not convolves and not settings.compile)
+        name = "vectorized" if stacks else "threaded"
+    if settings.compile and (name != "threaded" or settings.device != "cpu"):
+        raise PfedlaError(f"--compile works with the threaded engine on the cpu, not with {name} on {settings.device}")
+    if settings.compile and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        raise PfedlaError("--compile needs a C++ compiler: install g++ or clang++, or name one with $CXX")
+    return settings.model_copy(update={"name": name})
 
 
 def create_engine(
-    name: str, algorithm: Algorithm, federation: Federation, *, device: str, threads: int, recalibrate: Recalibrate,
-    compile: bool = False, faults: Faults = NO_FAULTS, stopping: Callable[[], bool] = lambda: False,
-) -> SimulatedClients:  # fmt: skip
-    if name not in ENGINE_NAMES:
-        raise unknown("engine", name, ENGINE_NAMES)
-    if name == FLOWER:
-        check_flower(device)
-        from pfedla.flower.simulation import FlowerSimulation  # an extra, and seconds to import
-    kind = FlowerSimulation if name == FLOWER else ENGINES[name]
-    return kind(
-        algorithm, federation, device=device, threads=threads, recalibrate=recalibrate, compile=compile, faults=faults,
-        stopping=stopping,
-    )  # fmt: skip
+    algorithm: Algorithm,
+    federation: Federation,
+    settings: EngineSettings,
+    *,
+    recalibrate: Recalibrate = "unsampled",
+    faults: Faults = NO_FAULTS,
+    stopping: Callable[[], bool] = lambda: False,
+) -> SimulatedClients:
+    kind = ENGINES[resolve_engine(settings, algorithm.task.module).name]
+    return kind(algorithm, federation, settings, recalibrate=recalibrate, faults=faults, stopping=stopping)

@@ -7,47 +7,55 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from pfedla.contracts import Algorithm, Answer, ClientState, Cohort, LocalTraining, Payload, Task
-from pfedla.engines.client import Test
-from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, attempt, own_row
-from pfedla.errors import Stopped
+from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, Payload
+from pfedla.core.errors import Stopped
+from pfedla.core.tasks import ClassificationTask, CompiledTask, DirectTask
+from pfedla.engines.client import Outcome, SimulatedClients, Test, attempt
 
 R = TypeVar("R")
-
-
-def for_one(task: Task, shape: tuple[int, ...], training: LocalTraining, compile: bool) -> Task:
-    """The task in the form for one client at a time."""
-    return task.compiled(shape, training) if compile else task.direct(shape)
 
 
 class ThreadedEngine(SimulatedClients):
     _pool: ThreadPoolExecutor | None = None
 
-    def _task(self, algorithm: Algorithm, shape: tuple[int, ...]) -> Task:
-        return for_one(super()._task(algorithm, shape), shape, algorithm.training, self.compile)
+    def _prepare(self, algorithm: Algorithm, example: Tensor) -> ClassificationTask:
+        module = super()._prepare(algorithm, example).module
+        if self.settings.compile:
+            return CompiledTask(module, example, algorithm.training)
+        return DirectTask(module, example)
 
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
         def one(row: int, client: int) -> tuple[ClientState, Answer]:
             if self.stopping():
                 raise Stopped
-            epochs = self._epochs(cohort, client)
-            return self.client(client).update(self._clients[client], own_row(downloads, row), cohort, epochs)
+            return self.client(client).update(
+                self._clients[client],
+                downloads.rows(row),
+                cohort,
+                has_trained=bool(self._trained[client]),
+                epochs=self._epochs(cohort, client),
+            )
 
         return self._map(one, cohort)
 
-    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
+    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
         def one(row: int, client: int) -> Test:
-            return self.client(client).tested(self._personal(cohort, client, own_row(downloads, row)))
+            return self.client(client).evaluate(self._personalize(cohort, client, downloads.rows(row)))
 
-        return [UNKNOWN if isinstance(test, Exception) else test for test in self._map(one, cohort)]
+        return self._map(one, cohort)
 
     def _map(self, function: Callable[[int, int], R], cohort: Cohort) -> list[R | Exception]:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, "client", initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(
+                self.threads, "client", initializer=torch.set_num_threads, initargs=(1,)
+            )
         return list(self._pool.map(partial(attempt, function), range(len(cohort.ids)), cohort.ids.tolist()))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from pfedla.contracts import Answer, ClientState, Cohort, LocalData, LocalResult, Params, Payload
-from pfedla.engines.client import Test
-from pfedla.engines.clients import UNKNOWN, Outcome, SimulatedClients, attempt, own_row
-from pfedla.errors import Stopped
-from pfedla.training import EVALUATION_BATCH, evaluate
-from pfedla.tree import stack, take
+from pfedla.core.contracts import Answer, ClientState, Cohort, LocalData, LocalResult, Params, Payload
+from pfedla.core.errors import Stopped
+from pfedla.core.layers import stack, take
+from pfedla.core.training import EVALUATION_BATCH, evaluate
+from pfedla.engines.client import Outcome, SimulatedClients, Test, attempt
 
 R = TypeVar("R")
 MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, as far as it can be told beforehand
@@ -43,7 +42,8 @@ class VectorizedEngine(SimulatedClients):
         for part in module.modules():
             part.register_forward_hook(count)
         with torch.no_grad():
-            module(torch.zeros(2, *self.federation.shape, device=self.device))
+            x, _ = self.client(0).test_data()
+            module.eval()(x[:1].expand(2, *x.shape[1:]))
         return ACTIVATION_COPIES * outputs // 2
 
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
@@ -59,7 +59,7 @@ class VectorizedEngine(SimulatedClients):
         if self.stopping():
             raise Stopped
         clients = cohort.ids[rows].tolist()
-        data = zip(*(self.client(client).local_data(cohort, downloads, epochs[rows[0]]) for client in clients), strict=True)
+        data = zip(*(self._local_data(cohort, downloads, client, epochs[rows[0]]) for client in clients), strict=True)
         states = stack([self._clients[client] for client in clients])
         results: LocalResult = vmap(self.algorithm.local_update)(
             states, downloads.rows(torch.tensor(rows)), LocalData(*map(torch.stack, data))
@@ -75,17 +75,21 @@ class VectorizedEngine(SimulatedClients):
             answers[row] = state, self.client(client).answer(self._clients[client], result, tests[position])
         return answers
 
-    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test]:
+    def _local_data(self, cohort: Cohort, downloads: Payload, client: int, epochs: int) -> LocalData:
+        has_trained = bool(self._trained[client])
+        return self.client(client).local_data(cohort, downloads, has_trained=has_trained, epochs=epochs)
+
+    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
         def group(rows: list[int]) -> dict[int, Test]:
             clients = cohort.ids[rows].tolist()
             pairs = zip(rows, clients, strict=True)
-            models = stack([self._personal(cohort, client, own_row(downloads, row)) for row, client in pairs])
+            models = stack([self._personalize(cohort, client, downloads.rows(row)) for row, client in pairs])
             return dict(zip(rows, self._test(models, clients), strict=True))
 
         tests: dict[int, Test | Exception] = {}
         for rows in self._groups(cohort, [0] * len(cohort.ids)):
             tests.update(self._without_culprits(group, rows))
-        return [UNKNOWN if isinstance(test := tests[row], Exception) else test for row in range(len(cohort.ids))]
+        return [tests[row] for row in range(len(cohort.ids))]
 
     def _without_culprits(self, group: Callable[[list[int]], Mapping[int, R]], rows: list[int]) -> Mapping[int, R | Exception]:
         """A group's outcomes. If it raises, each client is tried alone, and the group again without those who raise."""

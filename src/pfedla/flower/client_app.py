@@ -5,7 +5,7 @@ import sys
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from pfedla.errors import PfedlaError
+from pfedla.core.errors import PfedlaError
 from pfedla.flower.codec import CONFIG
 from pfedla.flower.plan import Plan
 from pfedla.flower.site import Site, cohort_of

@@ -12,11 +12,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from pfedla.contracts import Answer, Failure, Params, Payload
-from pfedla.errors import PfedlaError, shown
-from pfedla.files import read_plain_array
-from pfedla.layers import Layers
-from pfedla.tree import is_finite
+from pfedla.core.contracts import Answer, Failure, Params, Payload
+from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.files import read_plain_array
+from pfedla.core.layers import Layers, is_finite
 
 HEADER_BYTES = 128
 SLACK, MORE = 2**16, 16  # bytes and arrays beyond what is expected that are still read, to say what is wrong with them

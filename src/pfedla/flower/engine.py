@@ -16,13 +16,13 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from pfedla.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload
-from pfedla.errors import GaveUpError, PfedlaError
+from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload
+from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.core.uploads import NO_ANSWER
 from pfedla.flower.codec import CONFIG, Wire, config_of, decoded_answer, encoded_payload, number_of, wire_of
-from pfedla.flower.federation import Joined, RemoteFederation
 from pfedla.flower.keys import pem_of
 from pfedla.flower.plan import Deployment
-from pfedla.uploads import NO_ANSWER
+from pfedla.flower.remote import Joined, RemoteFederation
 
 POLL = 0.5  # seconds between two looks at what has come
 JOINING = 120.0  # seconds for a client to answer when it is asked to join

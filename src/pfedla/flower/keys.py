@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from pfedla.errors import PfedlaError, shown
+from pfedla.core.errors import PfedlaError, shown
 
 SERVER_DAYS = 825  # the longest that common TLS libraries accept for a server's certificate
 CA_DAYS = 3650

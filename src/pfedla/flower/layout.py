@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from pfedla import __version__
-from pfedla.errors import PfedlaError
-from pfedla.experiment import SITES, Experiment, build
+from pfedla.core.errors import PfedlaError
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.keys import check_hosts, write_certificates, write_node_key
 from pfedla.flower.plan import Deployment, Plan
-from pfedla.run_folder import new_folder
+from pfedla.runs.experiment import SITES, Experiment, build
+from pfedla.runs.folder import new_folder
 
 CONNECTION = "pfedla"  # the SuperLink's name in Flower's configuration
 PACKAGE = "pfedla_federation"

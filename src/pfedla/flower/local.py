@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pfedla.console import Reporter
-from pfedla.errors import PfedlaError, Stopped
+from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.layout import CONNECTION, write_flower_config
 from pfedla.flower.server_app import FAILED, FINISHED, RUN_NAME, log_of
-from pfedla.interruption import Interruption
+from pfedla.runs.interruption import Interruption
+from pfedla.runs.progress import Reporter
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = 60.0  # seconds for a process to be ready

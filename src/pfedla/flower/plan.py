@@ -14,9 +14,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pfedla import __version__
+from pfedla.core.errors import PfedlaError, shown
 from pfedla.data.federation import Outline
-from pfedla.errors import PfedlaError, shown
-from pfedla.experiment import Built, Experiment, assembled
+from pfedla.runs.experiment import Built, Experiment, assembled
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from pfedla.console import Reporter
-from pfedla.errors import PfedlaError
-from pfedla.files import write_text
+from pfedla.core.errors import PfedlaError
+from pfedla.core.files import write_text
 from pfedla.flower.engine import FlowerEngine
-from pfedla.flower.federation import RemoteFederation
 from pfedla.flower.plan import Plan
-from pfedla.result_file import read_result
-from pfedla.results import run_built
-from pfedla.run_folder import RESULT, RunFolder
+from pfedla.flower.remote import RemoteFederation
+from pfedla.runs.folder import RESULT, RunFolder
+from pfedla.runs.progress import Reporter
+from pfedla.runs.result import run_built
+from pfedla.runs.result_file import read_result
 
 RUN_FILE = "deployment.json"  # in the run folder: what the wire has carried
 RUN_NAME = ".run"  # what the sites call this run

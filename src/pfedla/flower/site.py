@@ -19,17 +19,17 @@ import torch
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import save_file
 
-from pfedla.contracts import ClientState, Cohort, Payload
+from pfedla.core.contracts import ClientState, Cohort, Payload
+from pfedla.core.errors import PfedlaError
+from pfedla.core.files import read_object, read_tensors, write_tensors, write_text, write_whole
 from pfedla.data.federation import digest_of
 from pfedla.engines.allocator import keep_freed_memory
 from pfedla.engines.client import Client, moved
-from pfedla.engines.clients import usable_device
-from pfedla.errors import PfedlaError
-from pfedla.experiment import SITES
-from pfedla.files import read_object, read_tensors, write_tensors, write_text, write_whole
+from pfedla.engines.simulated import usable_device
 from pfedla.flower.codec import CONFIG, METRICS, decoded_download, encoded_answer
 from pfedla.flower.plan import Plan
 from pfedla.flower.site_data import own_examples, part_examples
+from pfedla.runs.experiment import SITES
 
 KEPT = 3
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file, save_file
 
+from pfedla.core.errors import PfedlaError
+from pfedla.core.files import write_whole
 from pfedla.data.federation import Examples, Outline, partitioned
 from pfedla.data.own import load_arrays
 from pfedla.data.recipe import recipe_of
-from pfedla.errors import PfedlaError
-from pfedla.experiment import SITES, Experiment, build_federation
-from pfedla.files import write_whole
+from pfedla.runs.experiment import SITES, Experiment, build_federation
 
 
 def own_examples(path: Path, outline: Outline, seed: int) -> tuple[Examples, Examples]:

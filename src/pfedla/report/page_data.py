@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from pfedla.errors import PfedlaError
+from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import Array, read_alpha
 from pfedla.report.order import by_labels, by_weights
 from pfedla.report.tables import MIB, counted, warnings, where

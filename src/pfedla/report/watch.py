@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from pfedla.errors import PfedlaError
+from pfedla.core.errors import PfedlaError
 from pfedla.report.page import page
 from pfedla.report.page_data import page_data, signature
 

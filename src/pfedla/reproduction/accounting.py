@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pfedla.communication import FLOAT_BYTES, planned_traffic
+from pfedla.core.layers import Layers
+from pfedla.core.models import build_model, model_for
+from pfedla.core.rounds import FLOAT_BYTES, planned_traffic
 from pfedla.data.datasets import known
-from pfedla.layers import Layers
-from pfedla.models import build_model, model_for
 from pfedla.report.tables import MIB
 from pfedla.reproduction.grid import Grid
 

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import pfedla
 from pfedla import algorithms
-from pfedla.errors import PfedlaError, unknown
-from pfedla.experiment import Experiment
-from pfedla.files import safe_name
-from pfedla.options import overlay
+from pfedla.core.errors import PfedlaError, unknown
+from pfedla.core.files import safe_name
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.overrides import overlay
 
 GRID, PAPER = "grid.toml", "paper.toml"
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]

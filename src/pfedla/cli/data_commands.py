@@ -1,0 +1,93 @@
+"""`pfedla data`: what data sets there are, get them, look at how a federation is cut."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from pfedla.cli.options import Clients, Dataset, File, Json, Partition, Samples, Setting, out_console
+from pfedla.core.errors import PfedlaError
+
+data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
+
+
+@data_app.command("list")
+def list_(as_json: Json = False) -> None:
+    """The data sets: what they are, which are here and where, how to get the others."""
+    from pfedla.data.datasets import KNOWN, state_of
+    from pfedla.data.sources import data_directory
+
+    states = {name: state_of(name) for name in KNOWN}
+    if as_json:
+        rows = {name: {"here": state.here, "where": str(state.place or "")} for name, state in states.items()}
+        print(json.dumps({"data_directory": str(data_directory()), "datasets": rows}))
+        return
+    table = Table("data set", "shape", "classes", "what", "here")
+    for name, entry in KNOWN.items():
+        shape, state = "x".join(map(str, entry.shape)), states[name]
+        table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
+    table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
+    table.columns[0].no_wrap = True
+    out_console.print(table)
+    out_console.print("`pfedla data fetch NAME` gets what is not here, and checks what is.")
+    out_console.print(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)", soft_wrap=True)
+
+
+@data_app.command()
+def fetch(
+    names: Annotated[list[str], typer.Argument(help="fashion-mnist, cifar10, …: see `pfedla data list`.", metavar="NAME…")],
+) -> None:
+    """Download data sets from their official hosts, checked against the published checksums.
+
+    What is here already is checked and left alone. One EMNIST archive holds all its six splits.
+    """
+    from pfedla.data.datasets import fetch as fetch_one
+    from pfedla.data.datasets import known
+
+    for name in names:
+        known(name)  # a misspelt second name is refused before the first is downloaded
+    for name in names:
+        dataset, place, downloaded = fetch_one(name, lambda damage: out_console.print(damage, soft_wrap=True))
+        what = f"{len(dataset.y):,} examples of {len(dataset.classes)} classes"
+        where = "embedded in the package" if place is None else f"{'downloaded to' if downloaded else 'already in'} {place}"
+        out_console.print(f"{name}: {what}, checked; {where}", soft_wrap=True)
+
+
+@data_app.command()
+def show(
+    file: File = None, dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
+    seed: Annotated[int | None, typer.Option(help="The split is drawn from it (default: 0).")] = None,
+    setting: Setting = None,
+    out: Annotated[Path | None, typer.Option(help="The picture, .png, .pdf or .svg (default: federation-….png).")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """How a federation is cut: clients x classes as a table and a picture, and how unlike the clients are.
+
+    Takes what `pfedla run` takes, also a finished run's experiment.toml.
+
+    Example: pfedla data show -d cifar10 --partition dirichlet --set data.beta=0.1
+    """
+    given = locals()
+    from pfedla.core.files import safe_name
+    from pfedla.report.split_figure import PICTURES, draw_federation, federation_table, statistics_line
+    from pfedla.report.tables import where as federation_name
+    from pfedla.runs.experiment import Experiment, build_federation
+    from pfedla.runs.overrides import gather
+    from pfedla.runs.result import describe
+
+    if out is not None and out.suffix.lower() not in PICTURES:
+        raise PfedlaError(f"--out {out}: the picture must end in {', '.join(PICTURES)}")
+    experiment = Experiment.parse(gather(given))
+    data, federation = build_federation(experiment.data, experiment.seed)
+    described = describe(federation)
+    stem = safe_name(Path(data.dataset).stem)
+    name = f"{federation_name(data.model_dump() | described)}, seed {experiment.seed}"
+    path = draw_federation(described, name, out or Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png"))
+    if as_json:
+        print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
+        return
+    out_console.print(federation_table(described, name))
+    out_console.print(statistics_line(described), soft_wrap=True)
+    out_console.print(f"picture: {path}", soft_wrap=True)

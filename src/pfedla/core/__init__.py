@@ -1,0 +1,1 @@
+"""What every part is built on: contracts (read first), rounds, layers, tasks, training."""

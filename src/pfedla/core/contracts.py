@@ -1,0 +1,256 @@
+"""READ FIRST: the values that travel, what an algorithm is, what an engine is.
+
+A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values (the same
+names, one leading client axis) and client functions written for *one* client. An engine is where the clients live. State
+goes in and comes out; nothing is hidden in `self`, so evaluation cannot change anything, and saving two values (server,
+clients) is a checkpoint.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, SkipValidation
+from torch import Tensor, nn
+
+from pfedla.core.layers import Layers, Params, take
+from pfedla.core.settings import Training
+
+ServerState = dict[str, Params]  # named groups of tensors
+ClientState = Params  # one client's private tensors: statistics, retained layers
+
+
+def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
+    digest = hashlib.sha256(f"{seed}/{purpose}/{round}/{client}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # torch takes 63 bits
+
+
+def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
+    """Return a fresh random stream for one purpose of one client in one round: no draw depends on who draws first."""
+    return torch.Generator().manual_seed(derive_seed(seed, purpose, round, client))
+
+
+def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
+    return np.random.default_rng(derive_seed(seed, purpose))
+
+
+class Cohort(NamedTuple):
+    """The clients that take part in a round. Every draw of a round comes from (seed, purpose, round, client)."""
+
+    round: int
+    seed: int
+    ids: Tensor  # [cohort], ascending
+    num_examples: Tensor  # [cohort], training examples
+
+    def only(self, rows: Tensor) -> "Cohort":
+        return self._replace(ids=self.ids[rows], num_examples=self.num_examples[rows])
+
+
+class Payload(NamedTuple):
+    """What crosses the wire, in either direction; on the server it is stacked over the cohort.
+
+    A tensor travels if its layer is sent. `extras` are not tensors of the model; they always travel.
+    """
+
+    tensors: Params
+    sent: Tensor  # bool per layer
+    extras: Params = {}  # noqa: RUF012 (never written into)
+
+    def rows(self, index: Tensor | int) -> "Payload":
+        return Payload(take(self.tensors, index), self.sent[index], take(self.extras, index))
+
+
+class LocalData(NamedTuple):
+    """One client's training data. `order[epoch]` is the order of the examples in that epoch; a batch is a slice of it.
+
+    There are no padded batches with masks: a padded row would corrupt BatchNorm's statistics. Clients of one size stack.
+    """
+
+    x: Tensor
+    y: Tensor
+    order: Tensor  # [epochs, examples]
+    crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see training.crop; [epochs, 0, 3]: no augmentation
+    held_out_x: Tensor = torch.empty(0)  # held out of the training data, the same in every round; empty unless asked for
+    held_out_y: Tensor = torch.empty(0)
+    has_trained: Tensor = torch.tensor(False)  # whether an upload of this client has been accepted before
+
+
+class LocalResult(NamedTuple):
+    client: ClientState
+    upload: Payload
+    model: Params  # the locally trained model, as the client would use it right after training
+    loss: Tensor  # mean training loss over the local steps
+
+
+class ClientMetrics(NamedTuple):
+    """Per client, in the order of the cohort; nan for a client without a value."""
+
+    accuracy: Tensor
+    loss: Tensor
+
+
+class Answer(NamedTuple):
+    """What one client sent back, unchecked: uploads.py decides whether it is used."""
+
+    upload: Payload
+    training_loss: Tensor
+    accuracy: float  # of the trained model, on the client's own test data
+    loss: float
+    finite: bool  # whether the trained model and the private state are finite
+
+
+class Failure(NamedTuple):
+    """Why a client has no part in a round's result."""
+
+    reason: str  # one of a few, so that they can be counted
+    detail: str = ""
+    error: Exception | None = None  # what it raised
+
+
+class Task(Protocol):
+    """A model and its loss as functions of the model's tensors, under their state_dict names.
+
+    Frozen parameters stay inside the task: they are in none of these dictionaries.
+    """
+
+    @property
+    def layers(self) -> Layers: ...
+    @property
+    def module(self) -> nn.Module: ...
+
+    def initial(self) -> Params:
+        """Return a copy of the common initialisation: trained parameters and statistics."""
+        ...
+
+    def gradient(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
+    ) -> tuple[Params, Tensor, Params]:
+        """Return the loss's gradient by the parameters (or `only` some), the loss, and the statistics after this batch."""
+        ...
+
+    def step(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
+    ) -> tuple[Params, Tensor, Params]:
+        """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
+        ...
+
+    def logits(self, tensors: Params, x: Tensor) -> Tensor: ...
+    def recalibrate(self, tensors: Params, x: Tensor) -> Params:
+        """Return the same model with its statistics estimated anew from `x`."""
+        ...
+
+
+class Hooks(BaseModel):
+    """What only some methods need. The defaults fit all others; read `Algorithm` first."""
+
+    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
+    cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
+
+    def check(self, num_clients: int) -> None:
+        """Raise NotApplicableError if the method does not fit the model or federation, PfedlaError for a wrong value."""
+
+    def upload_like(self, download: Payload) -> Payload:
+        """Return a payload with the names, shapes, dtypes and sent layers that the upload must have; numbers are ignored."""
+        return Payload(download.tensors, download.sent)
+
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        """Return where each client's training began, stacked: the length of an update is measured from there."""
+        return downloads.tensors
+
+    def held_out_share(self, download: Payload) -> float:
+        """Return the share of its training data that a client holds out in this round; which examples is fixed once."""
+        return 0.0
+
+    def alpha(self, server: ServerState) -> Tensor | None:
+        """Return the weights [clients, layers, clients], i receives and j sends, if the method has such weights."""
+        return None
+
+    def resolved_options(self) -> dict[str, object]:
+        """Return the values of the options that were "auto", for the record of a run."""
+        return {}
+
+    def notice(self, rounds: float) -> str:
+        """Return what a user should know before a run in which a client takes part in `rounds` rounds on average."""
+        return ""
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        """Return a copy of `server` with one extra row for an unseen client, in everything that is kept per client.
+
+        Only that row changes in the unseen client's rounds (runs/joining.py).
+        """
+        return server
+
+
+class Algorithm(Hooks, ABC):
+    """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
+
+    An author writes six functions: init_server, download and aggregate for the server, on values stacked over the cohort;
+    init_client, local_update and personalize for one client.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
+    )
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    task: SkipValidation[Any]  # a Task; pydantic does not look at it
+    training: Training
+
+    @abstractmethod
+    def init_server(self, num_clients: int, seed: int) -> ServerState: ...
+
+    @abstractmethod
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        """Return what each client of the cohort is sent, stacked."""
+
+    @abstractmethod
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        """Return the next server state from the clients that answered; `downloads` is what these clients were sent.
+
+        May write into the tensors of `server`, after everything that can fail. Copy the old state before if you need it.
+        """
+
+    @abstractmethod
+    def init_client(self) -> ClientState:
+        """Return one client's private state before its first round; the same for all."""
+
+    @abstractmethod
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """Train one client for one round; must run under torch.func.vmap."""
+
+    @abstractmethod
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+        """Return the model this client would deploy now: parameters and statistics."""
+
+
+class Engine(Protocol):
+    """Where the clients live: a thread pool, one stacked tensor, or other machines."""
+
+    def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
+        """Return what came back from each client of the cohort, unchecked; a client that fails fails alone."""
+        ...
+
+    def commit(self, accepted: Tensor) -> None:
+        """Advance the private state of the accepted clients (ids); the others keep theirs from before `train`."""
+        ...
+
+    def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
+        """Test the personal models on the clients' own test data; return the metrics, and the failures by client id.
+
+        Changes nothing.
+        """
+        ...
+
+    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
+        """Return the personal models; an empty one for a client that fails."""
+        ...
+
+    def state(self) -> Params: ...
+    def load(self, state: Params) -> None: ...
+
+
+def all_sent(count: int, layers: Layers) -> Tensor:
+    return torch.ones(count, len(layers), dtype=torch.bool)

@@ -1,0 +1,199 @@
+"""What a layer is, stacked tensors, and the primitive of layer-wise aggregation: the mix.
+
+A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are of three kinds:
+trained (mixed and sent), statistics (buffers: they stay on the client unless a method sends them), and frozen (parameters
+that do not require a gradient: one shared copy, never sent, mixed or saved per client).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from pfedla.core.errors import PfedlaError, unknown
+
+Params = dict[str, Tensor]  # by name; "stacked": the same names, one leading client axis
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which layer each tensor of a model belongs to.
+
+    >>> layers = Layers.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> layers.names, layers.num_parameters
+    (('0', '2'), (15, 8))
+    """
+
+    names: tuple[str, ...]
+    index: Mapping[str, int]  # name of a trained tensor or statistic -> position in `names`
+    statistics: frozenset[str]  # the buffers
+    frozen: frozenset[str]  # the parameters that are not trained
+    num_parameters: tuple[int, ...]  # per layer, trained ones only
+    kinds: tuple[type[nn.Module], ...]  # per layer, of its module
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        names: list[str] = []
+        sizes: list[int] = []
+        kinds: list[type[nn.Module]] = []
+        index: dict[str, int] = {}
+        seen: set[int] = set()
+        statistics: set[str] = set()
+        frozen: set[str] = set()
+        for module_name, part in module.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            own = {prefix + name: p for name, p in part.named_parameters(recurse=False) if id(p) not in seen}
+            seen.update(map(id, own.values()))  # a tied weight counts once, where it first stands
+            trained = [name for name, parameter in own.items() if parameter.requires_grad]
+            frozen.update(name for name in own if name not in trained)
+            if trained:
+                names.append(module_name or "(root)")
+                sizes.append(sum(own[name].numel() for name in trained))
+                kinds.append(type(part))
+            buffers = [prefix + name for name, _ in part.named_buffers(recurse=False)]
+            statistics.update(buffers)
+            # A buffer of a module without trained parameters goes with the layer before it, or with the first.
+            index.update(dict.fromkeys([*trained, *buffers], max(0, len(names) - 1)))
+        return cls(tuple(names), index, frozenset(statistics), frozenset(frozen), tuple(sizes), tuple(kinds))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def positions(self, names: Iterable[str]) -> list[int]:
+        """Return the positions of layers given by name."""
+        found = []
+        for name in names:
+            if name not in self.names:
+                raise unknown("layer", name, self.names)
+            found.append(self.names.index(name))
+        return found
+
+    def parameters(self, tensors: Params) -> Params:
+        return {name: value for name, value in tensors.items() if name not in self.statistics}
+
+    def only_statistics(self, tensors: Params) -> Params:
+        return {name: value for name, value in tensors.items() if name in self.statistics}
+
+
+def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
+    """Layer-wise aggregation: receiver i gets, of each layer, the senders' tensors weighted by alpha[i, layer, :].
+
+    alpha: [receivers, layers, senders]; models: stacked over the senders; the result is stacked over the receivers
+    (Eq. 5-6).
+
+    >>> layers = Layers.of(nn.Linear(1, 1))
+    >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
+    >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
+    {'weight': 3.0, 'bias': 2.5}
+    """
+    mixed: Params = {}
+    for name, value in models.items():
+        if not value.is_floating_point():
+            raise PfedlaError(f"mix: {name} is {value.dtype}; only floating-point tensors can be mixed")
+        weights = alpha[:, layers.index[name]].to(value.dtype)
+        mixed[name] = (weights @ rows_of(value)).view(len(alpha), *value.shape[1:])
+    return mixed
+
+
+def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) -> Params:
+    """Mix only a few senders per receiver and layer, and read only theirs.
+
+    weights, senders: [receivers, layers, few].
+    """
+    mixed = {name: value.new_empty(len(weights), *value.shape[1:]) for name, value in models.items()}
+    for row in range(len(weights)):
+        for name, value in models.items():
+            layer = layers.index[name]
+            mixed[name][row] = torch.tensordot(weights[row, layer].to(value.dtype), value[senders[row, layer]], 1)
+    return mixed
+
+
+def inner_products(rows: Params, models: Params, layers: Layers) -> Tensor:
+    """Return [rows, layers, models]: the inner product of each row with each model, over the tensors of a layer."""
+    some, model = next(iter(rows.values())), next(iter(models.values()))
+    found = some.new_zeros(len(some), len(layers), len(model))
+    for name, value in rows.items():
+        found[:, layers.index[name]] += rows_of(value) @ rows_of(models[name]).T
+    return found
+
+
+def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:
+    """Return one client's model: the received tensor where its layer was sent, else the client's own."""
+    return {name: torch.where(sent[layers.index[name]], value, own[name]) for name, value in received.items()}
+
+
+# Stacked tensors
+
+
+def rows_of(stacked: Tensor) -> Tensor:
+    """Flatten everything but the client axis; a stacked scalar becomes a column."""
+    return stacked.reshape(len(stacked), -1)
+
+
+def take(stacked: Params, index: Tensor | int) -> Params:
+    """Return the rows of `index`; a number takes one client's and drops the axis (a view, not a copy)."""
+    return {name: value[index] for name, value in stacked.items()}
+
+
+def put_(stacked: Params, index: Tensor, rows: Params) -> None:
+    """Write `rows` into the rows of `index`, in place: all clients' models are too large to copy every round."""
+    for name, value in stacked.items():
+        value.index_copy_(0, index, rows[name])
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]} if trees else {}
+
+
+def repeat(tree: Params, count: int) -> Params:
+    """Return `count` equal rows, as views of one."""
+    return {name: value.expand(count, *value.shape) for name, value in tree.items()}
+
+
+def copies(tree: Params, count: int) -> Params:
+    """Return `count` equal rows, each in memory of its own."""
+    return {name: value.clone() for name, value in repeat(tree, count).items()}
+
+
+def append_mean_row(stacked: Params) -> Params:
+    """Return a copy with one more row, the plain mean of the others: it stands for a client without a model."""
+    return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
+
+
+def into_corner_(larger: Params, smaller: Params) -> Params:
+    """Write tensors into larger ones of the same names, where all indices begin; return the larger."""
+    for name, value in smaller.items():
+        larger[name][tuple(map(slice, value.shape))] = value
+    return larger
+
+
+def weighted_mean(stacked: Params, weights: Tensor) -> Params:
+    """Average over the client axis; `weights` need not sum to one. Of integers (counters) the largest is taken."""
+    share = weights / weights.sum()
+    return {
+        name: (share.to(value.dtype) @ rows_of(value)).view(value.shape[1:])
+        if value.is_floating_point()
+        else value.amax(0)
+        for name, value in stacked.items()
+    }
+
+
+def finite_rows(stacked: Params, count: int) -> Tensor:
+    """Return for each of `count` rows whether all its numbers are finite."""
+    finite = torch.ones(count, dtype=torch.bool)
+    for value in stacked.values():
+        if value.is_floating_point():
+            finite &= rows_of(value).isfinite().all(1)
+    return finite
+
+
+def finite_or(tree: Params, other: Params) -> Params:
+    """Return `tree` if all its numbers are finite, else `other`; runs under torch.func.vmap."""
+    finite = torch.stack([value.isfinite().all() for value in tree.values()]).all()
+    return {name: torch.where(finite, value, other[name]) for name, value in tree.items()}
+
+
+def is_finite(tree: Params) -> bool:
+    return all(bool(value.isfinite().all()) for value in tree.values() if value.is_floating_point())

@@ -1,0 +1,118 @@
+"""The paper's CNN, a small one for tiny images, an MLP for feature vectors."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pfedla.core.errors import PfedlaError, unknown
+
+Shape = tuple[int, ...]  # of one example: (channels, height, width) or (features,)
+LARGEST_MODEL = 2**28  # parameters: 1 GiB
+
+
+class PaperCNN(nn.Module):
+    """Two 5x5 convolutions (16, 32) without padding, 2x2 max-pool, then 120-84-classes. BatchNorm before the activation.
+
+    The sizes are those behind the paper's Table 3: 85,822 parameters for 1x28x28, 121,278 with BatchNorm for 3x32x32.
+    """
+
+    def __init__(self, shape: Shape, num_classes: int, batch_norm: bool) -> None:
+        super().__init__()
+        channels, height, width = shape
+        rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
+        if min(rows, columns) < 1:
+            raise PfedlaError(f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn")
+        self.conv1 = nn.Conv2d(channels, 16, 5)
+        self.bn1 = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
+        self.conv2 = nn.Conv2d(16, 32, 5)
+        self.bn2 = nn.BatchNorm2d(32) if batch_norm else nn.Identity()
+        self.fc1 = nn.Linear(32 * rows * columns, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # ReLU after the pooling gives the same numbers (it is monotone) on a quarter of the values.
+        x = F.relu(F.max_pool2d(self.bn1(self.conv1(x)), 2))
+        x = F.relu(F.max_pool2d(self.bn2(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))  # type: ignore[no-any-return]
+
+
+class SmallCNN(nn.Module):
+    """For images too small for the paper's CNN, such as 8x8 digits: two padded 3x3 convolutions (16, 32), 64, classes."""
+
+    def __init__(self, shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < 4:
+            raise PfedlaError(f"small-cnn needs images of at least 4x4, not {height}x{width}")
+        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fc1 = nn.Linear(32 * (height // 4) * (width // 4), 64)
+        self.fc2 = nn.Linear(64, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """For feature vectors (images are flattened): 64-64-classes."""
+
+    def __init__(self, shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(math.prod(shape), 64)
+        self.fc2 = nn.Linear(64, 64)
+        self.fc3 = nn.Linear(64, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "cnn": lambda shape, classes: PaperCNN(shape, classes, batch_norm=False),
+    "cnn-bn": lambda shape, classes: PaperCNN(shape, classes, batch_norm=True),
+    "small-cnn": SmallCNN,
+    "mlp": MLP,
+}
+
+
+def model_for(shape: Shape) -> str:
+    """The default model of a data set: the paper's, with BatchNorm for colour images."""
+    if len(shape) != 3:
+        return "mlp"
+    if min(shape[1:]) < 16:
+        return "small-cnn" if min(shape[1:]) >= 4 else "mlp"
+    return "cnn-bn" if shape[0] == 3 else "cnn"
+
+
+def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
+    """A named model without memory (on "meta"): what it would be made of, if it is possible and not absurdly large."""
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    if len(shape) != 3 and name != "mlp":
+        raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
+    size = max(math.prod(shape), num_classes)
+    if size <= LARGEST_MODEL:  # beyond, torch cannot even count
+        with torch.device("meta"):
+            module = MODELS[name](shape, num_classes)
+        size = sum(parameter.numel() for parameter in module.parameters())
+    if size > LARGEST_MODEL:
+        raise PfedlaError(
+            f"model {name!r} for examples of shape {shape} and {num_classes} classes would be too large: more than "
+            f"{LARGEST_MODEL:,} parameters"
+        )
+    return module
+
+
+def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Generator) -> nn.Module:
+    """A named model, its weights drawn from `generator`; the global random stream is left as it was."""
+    outline(name, shape, num_classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        return MODELS[name](shape, num_classes)

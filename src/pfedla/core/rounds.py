@@ -1,0 +1,187 @@
+"""The round loop, the same for every algorithm and every engine, and the bytes it sends."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pfedla.core.contracts import (
+    Algorithm,
+    Answer,
+    ClientMetrics,
+    Cohort,
+    Engine,
+    Failure,
+    Payload,
+    ServerState,
+    generator,
+)
+from pfedla.core.layers import Layers
+from pfedla.core.uploads import accept
+
+EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
+FLOAT_BYTES = 4
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes so far: the tensors of the sent layers, and the extras. Evaluation is counted apart."""
+
+    down_bytes: int = 0
+    up_bytes: int = 0
+    evaluation_bytes: int = 0
+
+    def plus(self, *, down: int = 0, up: int = 0, evaluation: int = 0) -> "Traffic":
+        return Traffic(self.down_bytes + down, self.up_bytes + up, self.evaluation_bytes + evaluation)
+
+
+class Round(NamedTuple):
+    """What happened in a round, and the server's state after it."""
+
+    round: int  # 1 is the first
+    cohort: Cohort  # the clients whose uploads were accepted
+    sent: Tensor  # [cohort, layers]: what each of them was sent
+    failures: dict[int, Failure]  # by client: no answer, or an answer that cannot be used
+    training_loss: Tensor
+    after_training: ClientMetrics
+    evaluation: ClientMetrics | None  # the personal models of all clients, if this round was evaluated
+    evaluation_failures: dict[int, Failure]  # by client
+    traffic: Traffic  # so far
+    evaluation_bytes: int  # of the traffic, what evaluating this round took
+    seconds: dict[str, float]  # by phase, this round
+    server: ServerState  # valid until the next round, which may write into it
+
+
+def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: int) -> Cohort:
+    """Draw a random share of the clients, at least one, in ascending order."""
+    count = num_participants(len(num_examples), participation)
+    drawn = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))[:count]
+    ids = drawn.sort().values
+    return Cohort(round, seed, ids, num_examples[ids])
+
+
+def num_participants(num_clients: int, participation: float) -> int:
+    return max(1, int(participation * num_clients + 0.5))
+
+
+def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
+    return Cohort(round, seed, torch.arange(len(num_examples)), num_examples)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the time spent inside to `seconds[phase]`."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def run_rounds(
+    algorithm: Algorithm,
+    engine: Engine,
+    num_examples: Tensor,
+    server: ServerState,
+    *,
+    rounds: range,
+    participation: float,
+    evaluate_every: int,
+    seed: int,
+    traffic: Traffic | None = None,
+    norm_bound: float | None = None,
+) -> Iterator[Round]:
+    """Run `rounds` from a server state, one at a time. The last is always evaluated."""
+    traffic = traffic or Traffic()
+    layers = algorithm.task.layers
+    for number in rounds:
+        seconds = dict.fromkeys(("train", "server", "evaluate"), 0.0)
+        with timed(seconds, "server"):
+            cohort = sample_cohort(num_examples, number, participation, seed)
+            downloads = algorithm.download(server, cohort)
+        with timed(seconds, "train"):
+            answers = engine.train(cohort, downloads)
+        with timed(seconds, "server"):
+            accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
+            down = int(payload_bytes(downloads, layers).sum())
+            traffic = traffic.plus(down=down, up=sum(answer_bytes(answer, layers) for answer in answers))
+            if len(accepted.cohort.ids):
+                server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
+            engine.commit(accepted.cohort.ids)
+        evaluation, evaluation_failures, evaluation_bytes = None, {}, 0
+        if number % evaluate_every == 0 or number == rounds.stop - 1:
+            with timed(seconds, "evaluate"):
+                next_cohort = everyone(num_examples, number + 1, seed)
+                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, next_cohort)
+                traffic = traffic.plus(evaluation=evaluation_bytes)
+        yield Round(
+            round=number,
+            cohort=accepted.cohort,
+            sent=accepted.downloads.sent,
+            failures=failures,
+            training_loss=accepted.training_loss,
+            after_training=accepted.after_training,
+            evaluation=evaluation,
+            evaluation_failures=evaluation_failures,
+            traffic=traffic,
+            evaluation_bytes=evaluation_bytes,
+            seconds=seconds,
+            server=server,
+        )
+
+
+def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iterator[tuple[Cohort, Payload]]:
+    """Yield what the cohort would be sent now, a few clients at a time, to bound the memory."""
+    for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
+        chunk = cohort.only(rows)
+        yield chunk, algorithm.download(server, chunk)
+
+
+def evaluate_all(
+    algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort
+) -> tuple[ClientMetrics, dict[int, Failure], int]:
+    """Test the personal models that the cohort would get now; return metrics, failures, and the bytes to send them."""
+    parts: list[ClientMetrics] = []
+    failures: dict[int, Failure] = {}
+    sent_bytes = 0
+    for chunk, downloads in in_chunks(algorithm, server, cohort):
+        sent_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
+        metrics, failed = engine.evaluate(chunk, downloads)
+        parts.append(metrics)
+        failures |= failed
+    return ClientMetrics(*(torch.cat(values) for values in zip(*parts, strict=True))), failures, sent_bytes
+
+
+def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
+    """Return the bytes per client of a stacked payload."""
+    total = torch.zeros(len(payload.sent), dtype=torch.int64)
+    for name, value in payload.tensors.items():
+        total += payload.sent[:, layers.index[name]] * (value[0].numel() * value.element_size())
+    for value in payload.extras.values():
+        total += value[0].numel() * value.element_size()
+    return total
+
+
+def answer_bytes(answer: Answer | Failure, layers: Layers) -> int:
+    """Return the bytes of one client's upload as it came, used or not. It is unchecked and may be anything."""
+    if isinstance(answer, Failure) or not isinstance(answer.upload, Payload):
+        return 0
+    tensors, sent, extras = answer.upload
+    total = 0
+    for part in (tensors, extras):
+        for name, value in part.items() if isinstance(part, dict) else ():
+            position = layers.index.get(name) if part is tensors else None
+            is_mask = isinstance(sent, Tensor) and sent.shape == (len(layers),)
+            if isinstance(value, Tensor) and (position is None or not is_mask or sent[position]):
+                total += value.numel() * value.element_size()
+    return total
+
+
+def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
+    """Return the traffic of a run that always retains the same layers (Table 3): they save the download only."""
+    model = sum(layers.num_parameters) * FLOAT_BYTES
+    kept = sum(layers.num_parameters[layer] for layer in set(retained)) * FLOAT_BYTES
+    return Traffic(down_bytes=participants * rounds * (model - kept), up_bytes=participants * rounds * model)

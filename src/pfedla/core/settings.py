@@ -1,0 +1,87 @@
+"""The base of every settings section, the kinds of numbers, and the sections that the core reads.
+
+A setting is declared once, in its section, with its type, bounds, default and description (the docstring below the
+field). The experiment file, `simulate`, the command line, a deployment and docs/experiment-file.md are made from it.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+Recalibrate = Literal["unsampled", "never", "always"]
+
+Rate = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=0, le=1e38, allow_inf_nan=False)]  # a rate that may be zero
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Natural = Annotated[int, Field(ge=0, le=10**9)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Chance = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Marks a field that has an option of its own on the command line; `simulate` takes it under the same name."""
+
+    name: str
+    short: str = ""
+
+
+class Section(BaseModel):
+    """One section of the experiment file: strict, frozen, described by the docstrings of its fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Training(Section):
+    """The local budget, the same for every method."""
+
+    lr: Annotated[Rate | Auto, Option("lr")] = AUTO
+    """Learning rate of local SGD. auto: the paper's for the data set, else 0.01."""
+    local_epochs: Annotated[int, Field(ge=1, le=10_000), Option("local-epochs")] = 5
+    """Local epochs per round."""
+    batch_size: Annotated[Positive, Option("batch-size")] = 32
+    """Local batch size."""
+    augment: Annotated[bool, Option("augment")] = False
+    """Crop and flip the training images at random. The paper states no augmentation."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate, once "auto" is resolved."""
+        assert self.lr != AUTO
+        return self.lr
+
+
+class EngineSettings(Section):
+    """Where the clients run. The results do not depend on the number of threads."""
+
+    name: Annotated[Literal["auto", "threaded", "vectorized"], Option("engine")] = AUTO
+    """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized on a GPU and for small networks
+    without convolutions, else threaded."""
+    threads: Annotated[int, Field(ge=0, le=1024), Option("threads")] = 0
+    """Clients trained at once (threaded). 0: one per core. Does not change the results."""
+    device: Annotated[str, Option("device")] = "cpu"
+    """cpu, cuda, … as torch names them."""
+    compile: Annotated[bool, Option("compile")] = False
+    """Compile the training step with torch and a C++ compiler (threaded on the CPU): up to half a minute first, then
+    faster steps."""
+
+
+class UploadSettings(Section):
+    """Which uploads are refused, beside those that are malformed or not finite."""
+
+    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = "off"
+    """Refuse updates longer than this many medians of the round's updates."""
+    max_failed_rounds: Positive = 5
+    """Stop the run after this many rounds in a row without a usable upload."""
+
+
+class CheckpointSettings(Section):
+    """How often the run is saved. It is always saved when it is stopped and at its end."""
+
+    rounds: Annotated[Natural, Option("checkpoint-every")] = 0
+    """Save after every so many rounds. 0: not by rounds."""
+    minutes: Annotated[float, Field(ge=0, le=10**6)] = 10.0
+    """Save after the first round that ends this many minutes after the last save. 0: not by time."""

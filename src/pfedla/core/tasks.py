@@ -1,0 +1,288 @@
+"""A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
+
+`ClassificationTask` runs under torch.func.vmap. `DirectTask` does the same for one client at a time, faster: plain
+autograd on a module whose tensors are put in place, images and convolutions channels last. `CompiledTask` compiles the
+step.
+"""
+
+import copy
+import threading
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+from torch.overrides import TorchFunctionMode
+
+from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import Layers, Params
+from pfedla.core.settings import Training
+
+
+def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
+    """Return a copy of `module` with these parameters and statistics, in eval mode."""
+    module = copy.deepcopy(module)
+    # Not strict: frozen parameters are not among them, and a tied weight has two names in a state_dict and one here.
+    module.load_state_dict(tensors, strict=False)
+    return module.eval()
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a copy that shares the frozen parameters: there is one of them, however many clients and threads."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
+
+
+class ClassificationTask:
+    """An nn.Module that maps a batch to logits, with cross-entropy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = copy_module(module)
+        self._layers = Layers.of(self._module)
+        self._copies = threading.local()
+
+    @property
+    def layers(self) -> Layers:
+        return self._layers
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def to(self, device: torch.device) -> "ClassificationTask":
+        return self if device.type == "cpu" else ClassificationTask(copy.deepcopy(self._module).to(device))
+
+    def initial(self) -> Params:
+        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return {name: value.detach().clone() for name, value in tensors if name not in self._layers.frozen}
+
+    def _own_copy(self, mode: str) -> nn.Module:
+        # The tensors inside the module are swapped while it runs: every thread needs a module of its own.
+        if not hasattr(self._copies, mode):
+            module = copy_module(self._module).train(mode != "eval")
+            if mode == "recalibrate":
+                for part in module.modules():
+                    if isinstance(part, nn.modules.batchnorm._NormBase):
+                        part.momentum = 1.0  # the statistics become those of the one batch they see
+            setattr(self._copies, mode, module)
+        return getattr(self._copies, mode)  # type: ignore[no-any-return]
+
+    def check(self, x: Tensor, num_classes: int) -> None:
+        """Try the model on a batch in training mode and refuse what could not be trained or repeated."""
+        before = torch.random.get_rng_state()
+        try:
+            with torch.no_grad():
+                logits = functional_call(self._own_copy("train"), self.initial(), (x,))
+        except Exception as error:  # whatever the user's module raises
+            reason = str(error).splitlines()[0]
+            raise PfedlaError(f"the model cannot train on a batch of shape {tuple(x.shape)}: {reason}") from error
+        if (
+            not isinstance(logits, Tensor)
+            or logits.ndim != 2
+            or logits.shape != (len(x), max(num_classes, logits.shape[1]))
+        ):
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise PfedlaError(f"the model should return one logit for each of the {num_classes} classes, not {found}")
+        if not torch.equal(before, torch.random.get_rng_state()):
+            torch.random.set_rng_state(before)
+            raise PfedlaError(
+                "the model draws random numbers while it trains (dropout?). They come from a stream that all clients "
+                "share, so no run could be repeated; switch them off"
+            )
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        """Return images or weights as the model is fastest with them in memory."""
+        return value
+
+    def gradient(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
+    ) -> tuple[Params, Tensor, Params]:
+        moving = {name: value for name, value in parameters.items() if only is None or name in only}
+
+        def objective(moving: Params) -> tuple[Tensor, Params]:
+            return loss_of(self._own_copy("train"), {**parameters, **moving}, statistics, x, y)
+
+        gradients, (loss, updated) = grad_and_value(objective, has_aux=True)(moving)
+        return gradients, loss, updated
+
+    def step(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
+    ) -> tuple[Params, Tensor, Params]:
+        gradients, loss, statistics = self.gradient(parameters, statistics, x, y)
+        return descend(parameters, gradients, lr), loss, statistics
+
+    def logits(self, tensors: Params, x: Tensor) -> Tensor:
+        return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
+
+    def recalibrate(self, tensors: Params, x: Tensor) -> Params:
+        fresh = {**tensors, **{name: tensors[name].clone() for name in self._layers.statistics}}
+        functional_call(self._own_copy("recalibrate"), fresh, (x,))
+        return fresh
+
+
+class DirectTask(ClassificationTask):
+    """The same numbers without torch.func, which costs a tenth of a small network's step."""
+
+    def __init__(self, module: nn.Module, example: Tensor) -> None:
+        super().__init__(module)
+        self._channels_last = self._takes_channels_last(example)
+
+    def _takes_channels_last(self, example: Tensor) -> bool:
+        """Try whether the model can be fed so: one that calls `view` on its feature maps cannot."""
+        if example.ndim != 3:
+            return False
+        images = channels_last(torch.stack([example, example]))
+        try:
+            with torch.no_grad():
+                functional_call(self._own_copy("train"), self.initial(), (images,))
+        except Exception:  # whatever the user's module raises
+            return False
+        return True
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        return channels_last(value) if self._channels_last and value.ndim == 4 else value
+
+    def gradient(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
+    ) -> tuple[Params, Tensor, Params]:
+        leaves = {name: self.lay_out(value).detach() for name, value in parameters.items()}
+        moving = {name: leaf.requires_grad_() for name, leaf in leaves.items() if only is None or name in only}
+        statistics = {name: value.clone() for name, value in statistics.items()}
+        module = self._own_copy("train")
+        for holder, key, name in self._slots(module):
+            holder[key] = leaves[name] if name in leaves else statistics[name]
+        loss = F.cross_entropy(module(self.lay_out(x)), y)
+        gradients = torch.autograd.grad(loss, list(moving.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(moving, gradients, strict=True)), loss.detach(), statistics
+
+    def step(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
+    ) -> tuple[Params, Tensor, Params]:
+        laid_out = {name: self.lay_out(value) for name, value in parameters.items()}  # of the first step; later it is
+        gradients, loss, statistics = self.gradient(laid_out, statistics, x, y)
+        moved = torch._foreach_add(list(laid_out.values()), [gradients[name] for name in laid_out], alpha=-lr)
+        return dict(zip(laid_out, moved, strict=True)), loss, statistics
+
+    def _slots(self, module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
+        """Return where the module keeps each of its tensors but the frozen; a tied weight is kept in two places."""
+        if not hasattr(self._copies, "slots"):
+            names = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
+            self._copies.slots = [
+                (holder, key, names[id(value)])
+                for part in module.modules()
+                for holder in (part._parameters, part._buffers)
+                for key, value in holder.items()
+                if value is not None and names[id(value)] not in self._layers.frozen
+            ]
+        return self._copies.slots  # type: ignore[no-any-return]
+
+
+class CompiledTask(DirectTask):
+    """The whole step of a full batch (forward, backward, update) as one compiled function; other batches go uncompiled.
+
+    So there is one thing to compile whatever the clients' sizes; torch keeps its compiled code on disk for the next
+    process. It is traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a
+    small network's step, and several threads in them at once compiled again.
+    """
+
+    def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
+        super().__init__(module, example)
+        self._training = training
+        initial = {name: self.lay_out(value) for name, value in self.initial().items()}
+        parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
+        self._order = [*parameters, *statistics]
+        count, own = len(parameters), self._own_copy("train")
+        gradient = grad_and_value(loss_of, argnums=1, has_aux=True)
+
+        def whole_step(x: Tensor, y: Tensor, *flat: Tensor) -> list[Tensor]:
+            given = dict(zip(parameters, flat[:count], strict=True)), dict(zip(statistics, flat[count:], strict=True))
+            gradients, (loss, updated) = gradient(own, *given, x, y)
+            # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and forgets the rate.
+            moved = (value - training.learning_rate * gradients[name] for name, value in given[0].items())
+            return [loss, *moved, *updated.values()]
+
+        x = self.lay_out(example.expand(training.batch_size, *example.shape).contiguous())
+        y = torch.zeros(training.batch_size, dtype=torch.int64)
+        self._compiled = _compile(whole_step, [x, y, *parameters.values(), *statistics.values()])
+
+    def step(
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
+    ) -> tuple[Params, Tensor, Params]:
+        if len(y) != self._training.batch_size or lr != self._training.learning_rate:
+            return super().step(parameters, statistics, x, y, lr)
+        given = {**parameters, **statistics}
+        loss, *updated = self._compiled(self.lay_out(x), y, *(self.lay_out(given[name]) for name in self._order))
+        after = dict(zip(self._order, updated, strict=True))
+        return {name: after[name] for name in parameters}, loss, {name: after[name] for name in statistics}
+
+
+def _compile(function: Any, tensors: list[Any]) -> Any:
+    from torch import _inductor  # seconds to import
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as it will be called: the compiled code is for one number of threads
+    try:
+        with _FusedPooling():
+            graph = make_fx(function)(*tensors)
+        for node in graph.graph.nodes:
+            node.meta.clear()  # the tracer's own fake tensors, which the compiler would take for its own
+        return _inductor.compile(graph, tensors, {"cpp_wrapper": True})  # type: ignore[arg-type] # no Python between its parts
+    except Exception as error:  # the tracer's and the compiler's own kinds
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise PfedlaError(f"the model's training step cannot be compiled ({reason}); leave --compile out") from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _FusedPooling(TorchFunctionMode):
+    """While tracing, write 2x2 max-pooling as comparisons: the compiler fuses these, its own max-pool is slow loops.
+
+    The numbers and gradients are the same: NaN passes through, and of equal numbers the first gets the gradient.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        x, kernel, stride, *rest = (*args, None, None)[: max(3, len(args))]
+        in_twos = func is torch.max_pool2d and kernel in (2, (2, 2), [2, 2]) and stride in (None, (), [], 2, (2, 2), [2, 2])
+        if not in_twos or any(rest[:1]) or kwargs:  # padding
+            return func(*args, **(kwargs or {}))
+        rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
+        best, *others = (x[..., down:rows:2, right:columns:2] for down in (0, 1) for right in (0, 1))
+        for other in others:
+            best = torch.where((other > best) | other.isnan(), other, best)
+        return best
+
+
+def descend(parameters: Params, gradients: Params, lr: float) -> Params:
+    return {name: torch.add(value, gradients[name], alpha=-lr) for name, value in parameters.items()}
+
+
+def loss_of(
+    module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor
+) -> tuple[Tensor, Params]:
+    statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
+    return F.cross_entropy(functional_call(module, {**parameters, **statistics}, (x,)), y), statistics
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Return the same numbers with the channels of a pixel side by side: faster convolutions and pooling on CPUs.
+
+    Also for a single channel, where torch sees no difference and would stay with channels first.
+    """
+    _, channels, height, width = images.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    if images.stride() == strides:
+        return images
+    return torch.empty_strided(images.shape, strides, dtype=images.dtype, device=images.device).copy_(images)
+
+
+def task_of(module: nn.Module) -> ClassificationTask:
+    """Make a task of any classifier that maps a batch to logits; its present weights are the common initialisation."""
+    if not isinstance(module, nn.Module):
+        raise PfedlaError(f"the model should be an nn.Module (an instance), not {module!r}")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise PfedlaError("the model has no trainable parameter")
+    return ClassificationTask(module)

@@ -1,0 +1,118 @@
+"""Local SGD and evaluation of one client; both run under torch.func.vmap."""
+
+from collections.abc import Container, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pfedla.core.contracts import LocalData, Task
+from pfedla.core.layers import Params
+from pfedla.core.settings import Training
+from pfedla.core.tasks import descend
+
+EVALUATION_BATCH = 1024
+PADDING = 4  # pixels around an image before it is cropped
+
+
+def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the slices of one epoch. A last batch of a single example joins the one before, for BatchNorm's sake."""
+    start = 0
+    while start < num_examples:
+        stop = min(start + batch_size, num_examples)
+        if num_examples - stop == 1 and batch_size > 1:
+            stop = num_examples
+        yield start, stop
+        start = stop
+
+
+def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of the local budget in the drawn order, or of some of its epochs; a straggler's end early."""
+    for epoch in range(len(data.order)) if epochs is None else epochs:
+        if epoch >= len(data.order):
+            return
+        order = data.order[epoch]
+        x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
+        if training.augment:
+            x = crop(x, data.crops[epoch])
+        for start, stop in batch_bounds(len(y), training.batch_size):
+            yield x[start:stop], y[start:stop]
+
+
+def sgd(
+    task: Task,
+    tensors: Params,
+    data: LocalData,
+    training: Training,
+    *,
+    epochs: range | None = None,
+    only: Container[str] | None = None,
+    keep_statistics: bool = False,
+    towards: Params | None = None,
+    pull: float = 0.0,
+) -> tuple[Params, Tensor]:
+    """Run plain SGD over `batches`; return the trained tensors and the mean loss over the steps (without the pull).
+
+    `only` names the parameters that move; `keep_statistics` leaves BatchNorm's running statistics as they are; `pull`
+    adds pull/2 |parameters - towards|² to the objective.
+    """
+    parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
+    moving = {name: value for name, value in parameters.items() if only is None or name in only}
+    plain = only is None and towards is None and not keep_statistics
+    losses = []
+    for x, y in batches(data, training, epochs):
+        if plain:
+            moving, loss, statistics = task.step(moving, statistics, x, y, training.learning_rate)
+            losses.append(loss)
+            continue
+        gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
+        statistics = statistics if keep_statistics else updated
+        if towards is not None:
+            gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
+        moving = descend(moving, gradients, training.learning_rate)
+        losses.append(loss)
+    mean = torch.stack(losses).mean() if losses else next(iter(parameters.values())).new_zeros(())
+    return {name: value.contiguous() for name, value in {**parameters, **moving, **statistics}.items()}, mean
+
+
+def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many examples of one client's data a model gets right, and its mean cross-entropy on them."""
+    correct, loss = torch.zeros((), dtype=torch.int64, device=x.device), torch.zeros((), device=x.device)
+    for start in range(0, len(y), EVALUATION_BATCH):
+        target = y[start : start + EVALUATION_BATCH]
+        logits = task.logits(tensors, x[start : start + EVALUATION_BATCH])
+        right = (logits.argmax(-1) == target) & logits.isfinite().all(-1)  # a broken model is never right
+        correct = correct + right.sum()
+        loss = loss + F.cross_entropy(logits, target, reduction="sum")
+    return correct, loss / len(y)
+
+
+def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Scale images channel by channel to float32. Without a `mean`, floats become float32 and integers stay as they are."""
+    if not mean:
+        return x.float() if x.is_floating_point() else x
+    centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
+    return (x.float() - centre) / scale
+
+
+def draw_crops(num_epochs: int, num_examples: int, generator: torch.Generator) -> Tensor:
+    """Draw [epochs, examples, 3]: how far each image is moved down and right, and whether it is mirrored."""
+    shape = (num_epochs, num_examples)
+    moves = torch.randint(2 * PADDING + 1, (*shape, 2), generator=generator)
+    return torch.cat([moves, torch.randint(2, (*shape, 1), generator=generator)], dim=-1)
+
+
+def crop(images: Tensor, crops: Tensor) -> Tensor:
+    """Move and mirror the images [n, channels, h, w] as `crops` [n, 3] says; runs under torch.func.vmap.
+
+    The images are normalised, so the border that comes in is the mean colour.
+    """
+    count, channels, height, width = images.shape
+    down, right, mirrored = (part.unsqueeze(-1) for part in crops.unbind(-1))  # [n, 1] each
+    columns = torch.arange(width, device=images.device)
+    columns = torch.where(mirrored.bool(), width - 1 - columns, columns) + right  # [n, w]
+    rows = torch.arange(height, device=images.device) + down  # [n, h]
+    example = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
+    padded = F.pad(images, (PADDING,) * 4)
+    return padded[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
