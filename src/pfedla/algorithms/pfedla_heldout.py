@@ -1,0 +1,199 @@
+"""pFedLA with weights learned from held-out data: our own rule, not the paper's.
+
+The weights move down each client's loss on training examples that it holds out, in place of along its update
+Δθ_i. The held-out gradient travels as a count sketch. After some rounds the weights are frozen. Why:
+docs/algorithms/pfedla-heldout.md.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pfedla.algorithms.pfedla import CHUNK, LearnedMix, num_clients, per_client
+from pfedla.core.contracts import (
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Payload,
+    ServerState,
+    generator,
+)
+from pfedla.core.layers import Layers, Params, rows_of, take
+from pfedla.core.settings import Natural, Positive, Rate
+
+HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples
+HASH = "sketch hash"  # in a download: send the held-out gradient, sketched with these constants [layers, 4]
+GRADIENT = "held-out gradient/"  # in an upload, by layer
+PRIME = 2**31 - 1
+SMALLEST_DISTANCE = 1e-4  # of models, against their norm, that is more than rounding
+Sketch = Positive | Literal["exact"]
+
+
+class PFedLAHeldOut(LearnedMix):
+    name: ClassVar[str] = "pfedla-heldout"
+    summary: ClassVar[str] = "pFedLA whose weights are learned from held-out data (ours)"
+    damped: ClassVar[bool] = True
+
+    hypernetwork_lr: Rate = 3.0
+    """Learning rate of the hypernetwork. The gradient is normalised, so one serves all data sets."""
+    retained_layers: Natural = 0
+    """k: the layers with the largest self-weight are not sent, as in HeurpFedLA."""
+    held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2
+    """Share of each client's training data that is held out until the weights are frozen."""
+    warm_up: Natural = 5
+    """Rounds per client, on average, before the weights are learned."""
+    learning_rounds: Positive | Literal["all"] = 10
+    """Rounds per client, on average, in which they are learned. Then they are frozen."""
+    sketch: Sketch = 256
+    """Numbers per layer in which the held-out gradient travels. exact: the gradient itself."""
+
+    @property
+    def num_retained(self) -> int:
+        return self.retained_layers
+
+    def notice(self, rounds: float) -> str:
+        if rounds > self.warm_up:
+            return ""
+        return (
+            f"{self.name} learns no weights in this run: a client takes part in {rounds:g} rounds, and the "
+            f"first {self.warm_up} are its warm-up; use more rounds or a smaller algorithm.warm_up"
+        )
+
+    # Server
+
+    def _phase(self, server: ServerState) -> Literal["warm-up", "learning", "frozen"]:
+        """Return where the federation is, by how often a client has taken part on average."""
+        rounds = server["progress"]["uploads"].item() / num_clients(server)
+        if rounds < self.warm_up:
+            return "warm-up"
+        over = self.learning_rounds != "all" and rounds >= self.warm_up + self.learning_rounds
+        return "frozen" if over else "learning"
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        admitted = super().admit(server, seed)
+        learning = torch.tensor(
+            self.warm_up * num_clients(admitted)
+        )  # the unseen client learns in all its rounds
+        return {**admitted, "progress": {"uploads": learning}}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        extras: Params = {}
+        phase, count = self._phase(server), len(cohort.ids)
+        if phase != "frozen":
+            extras[HOLD_OUT] = torch.ones(count, dtype=torch.bool)
+        if phase == "learning":
+            constants = draw_hash(cohort.seed, cohort.round, len(self.task.layers))
+            extras[HASH] = constants.expand(count, -1, -1)
+        return super().download(server, cohort)._replace(extras=extras)
+
+    def held_out_share(self, download: Payload) -> float:
+        return self.held_out if HOLD_OUT in download.extras else 0.0
+
+    def upload_like(self, download: Payload) -> Payload:
+        expected = super().upload_like(download)
+        if HASH not in download.extras:
+            return expected
+        layers = self.task.layers
+        sizes = {
+            GRADIENT + name: size for name, size in zip(layers.names, layers.num_parameters, strict=True)
+        }
+        limit = max(layers.num_parameters) if self.sketch == "exact" else self.sketch
+        return expected._replace(extras={name: torch.empty(min(size, limit)) for name, size in sizes.items()})
+
+    def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
+        """Return minus the inner products of held-out gradients and models, normalised per client.
+
+        They are inner products of sketches. The models are taken relative to their mean: softmax does not see
+        the difference, and the error of a sketch grows with the length of what is sketched.
+        """
+        if HASH not in downloads.extras:
+            return None
+        layers, models, constants = self.task.layers, server["models"], downloads.extras[HASH][0]
+        means = {name: value.mean(0, keepdim=True) for name, value in models.items()}
+        products, norms, distances, sizes = [], [], [], []
+        for layer, name in enumerate(layers.names):
+            mean, gradient = layer_rows(means, layers, layer), uploads.extras[GRADIENT + name]
+            sketches, spread = [], torch.zeros(())
+            for rows in torch.split(torch.arange(num_clients(server)), CHUNK):  # to bound the memory
+                apart = layer_rows(take(models, rows), layers, layer) - mean
+                sketches.append(count_sketch(apart, constants[layer], self.sketch))
+                spread += apart.square().sum() / num_clients(server)
+            products.append(-gradient @ torch.cat(sketches).T)
+            norms.append(gradient.square().sum(1))
+            distances.append((layer_rows(downloads.tensors, layers, layer) - mean).square().sum(1) + spread)
+            sizes.append(mean.square().sum().expand(len(gradient)))
+        columns = (
+            torch.where(downloads.sent, torch.stack(one, 1), 0.0).sum(1) for one in (norms, distances, sizes)
+        )
+        return normalise(torch.stack(products, 1), *columns)
+
+    # Client
+
+    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        result = super().local_update(client, download, data)
+        if HASH not in download.extras:
+            return result
+        gradient = self._held_out_gradient(self._start(client, download), download.extras[HASH], data)
+        return result._replace(upload=result.upload._replace(extras=gradient))
+
+    def _held_out_gradient(self, start: Params, constants: Tensor, data: LocalData) -> Params:
+        """Return the sketches by layer; zeros if there are too few held-out examples for BatchNorm."""
+        layers = self.task.layers
+        parameters = layers.parameters(start)
+        if len(data.held_out_y) < 2:
+            gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        else:
+            statistics = layers.only_statistics(start)
+            gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
+        rows = {name: value.unsqueeze(0) for name, value in gradient.items()}
+        return {
+            GRADIENT + name: count_sketch(layer_rows(rows, layers, layer), constants[layer], self.sketch)[0]
+            for layer, name in enumerate(layers.names)
+        }
+
+
+def layer_rows(stacked: Params, layers: Layers, layer: int) -> Tensor:
+    """Return a layer's parameters side by side, in the order of the model: [rows, numbers], float32."""
+    names = [name for name, at in layers.index.items() if at == layer and name not in layers.statistics]
+    return torch.cat([rows_of(stacked[name]).float() for name in names], 1)
+
+
+def draw_hash(seed: int, round: int, num_layers: int) -> Tensor:
+    """Draw the constants [layers, 4] of one hash per layer. The server sends them: both sides hash alike."""
+    draws = (generator(seed, "sketch", round, layer) for layer in range(num_layers))
+    return torch.stack([torch.randint(PRIME, (4,), generator=one) for one in draws])
+
+
+def count_sketch(rows: Tensor, constants: Tensor, size: Sketch) -> Tensor:
+    """Return the count sketch [rows, size]: every number goes into a random bucket with a random sign.
+
+    Inner products of sketches are unbiased, with a standard error of at most |x| |y| sqrt(2 / size). Rows of
+    at most `size` numbers stay as they are. Bucket and sign come from a hash of the position, a random
+    polynomial of degree 3 (any four positions are independent). It runs under torch.func.vmap.
+    """
+    count = rows.shape[1]
+    if size == "exact" or count <= size:
+        return rows
+    position = torch.arange(count, device=rows.device)
+    hashed = constants[0]
+    for constant in constants[1:]:
+        hashed = (hashed * position + constant) % PRIME
+    sign, bucket = 1.0 - 2.0 * (hashed % 2), hashed // 2 % size
+    return rows.new_zeros(len(rows), size).index_add(1, bucket, rows * sign)
+
+
+def normalise(gradient: Tensor, norm: Tensor, distance: Tensor, size: Tensor) -> Tensor:
+    """Scale each row of `gradient` [rows, layers, senders], so that one learning rate serves every data set.
+
+    The others are squared lengths [rows] over the layers sent: `norm` of the held-out gradient, `distance`
+    from the client's start to a sender's model (the mean over the senders), `size` of the mean model. Divided
+    by the first two lengths, a row summed over layers is about the cosine between minus the gradient and the
+    way to each sender. Times the number of senders, because the slope of a uniform softmax is one over it.
+    """
+    # Models that differ by rounding alone, as all do before any has trained, carry no information.
+    informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)
+    scale = torch.where(informative, gradient.shape[-1] / (norm.sqrt() * distance.sqrt()), 0.0)
+    return gradient * per_client(scale, gradient)
