@@ -6,41 +6,48 @@ Public names are loaded when first used, so that `import pfedla` and `pfedla --h
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOME = {
-    "Federation": "pfedla.data.federation",
-    "federation_of": "pfedla.data.federation",
-    "Layers": "pfedla.core.layers",
-    "mix": "pfedla.core.layers",
-    "LayerWeightHypernetwork": "pfedla.algorithms.hypernetworks",
-    "layer_gradient": "pfedla.algorithms.hypernetworks",
-    "task_of": "pfedla.core.tasks",
-    "simulate": "pfedla.runs.simulation",
-    "Simulation": "pfedla.runs.simulation",
     "Experiment": "pfedla.runs.experiment",
-    "run": "pfedla.runs.result",
     "Faults": "pfedla.core.faults",
+    "Federation": "pfedla.data.federation",
+    "LayerWeightHypernetwork": "pfedla.algorithms.pfedla",
+    "Layers": "pfedla.core.layers",
     "PfedlaError": "pfedla.core.errors",
+    "Run": "pfedla.runs.run",
+    "Simulation": "pfedla.runs.run",
+    "federation_of": "pfedla.data.federation",
+    "layer_gradient": "pfedla.algorithms.pfedla",
+    "mix": "pfedla.core.layers",
+    "run": "pfedla.runs.run",
+    "simulate": "pfedla.runs.run",
+    "task_of": "pfedla.core.tasks",
 }
-__all__ = [
-    "Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Simulation", "__version__",
-    "federation_of", "layer_gradient", "mix", "run", "simulate", "task_of",
-]  # fmt: skip
+__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from pfedla.algorithms.hypernetworks import LayerWeightHypernetwork, layer_gradient
-    from pfedla.core.errors import PfedlaError
-    from pfedla.core.faults import Faults
-    from pfedla.core.layers import Layers, mix
-    from pfedla.core.tasks import task_of
-    from pfedla.data.federation import Federation, federation_of
-    from pfedla.runs.experiment import Experiment
-    from pfedla.runs.result import run
-    from pfedla.runs.simulation import Simulation, simulate
+    from pfedla.algorithms.pfedla import LayerWeightHypernetwork as LayerWeightHypernetwork
+    from pfedla.algorithms.pfedla import layer_gradient as layer_gradient
+    from pfedla.core.errors import PfedlaError as PfedlaError
+    from pfedla.core.faults import Faults as Faults
+    from pfedla.core.layers import Layers as Layers
+    from pfedla.core.layers import mix as mix
+    from pfedla.core.tasks import task_of as task_of
+    from pfedla.data.federation import Federation as Federation
+    from pfedla.data.federation import federation_of as federation_of
+    from pfedla.runs.experiment import Experiment as Experiment
+    from pfedla.runs.run import Run as Run
+    from pfedla.runs.run import Simulation as Simulation
+    from pfedla.runs.run import run as run
+    from pfedla.runs.run import simulate as simulate
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'pfedla' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

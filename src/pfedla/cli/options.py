@@ -1,95 +1,131 @@
-"""The options that commands share, and what they print on."""
+"""The options that commands share. Those of the experiment are made from its settings, each declared once there."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from rich.console import Console
 
 from pfedla.core.errors import PfedlaError, shown
+from pfedla.runs.experiment import Place, list_settings
 
 out_console = Console(highlight=False, markup=False)
 
+PANELS = {
+    "algorithm": "Method",
+    "data": "Data",
+    "training": "Training",
+    "": "Run",
+    "engine": "Engine",
+    "checkpoint": "Run",
+}
 File = Annotated[
     Path | None,
     typer.Argument(
-        help="Experiment file or run folder; the options lie over it.", metavar="EXPERIMENT.toml", show_default=False
+        help="Experiment file or run folder. Options override its values.",
+        metavar="EXPERIMENT.toml",
+        show_default=False,
     ),
 ]
-Run = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
-Dataset = Annotated[
-    str | None,
-    typer.Option("--dataset", "-d", help="digits, fashion-mnist, emnist, cifar10, …: see `pfedla data list`; or a file.npz."),
+RunPath = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; must not exist (default: runs/…).", rich_help_panel="Output"),
 ]
-Partition = Annotated[
-    str | None,
-    typer.Option(
-        help="classes: 4 classes a client (non-IID_1, the default); dominant: all, 2 prevail (non-IID_2); dirichlet, "
-        "shards, iid; twins, chain, toy: the paper's analyses; client: as in the file."
-    ),
-]
-Clients = Annotated[int | None, typer.Option(help="Number of clients (default: 10; twins and chain 8, toy 6).")]
-Samples = Annotated[
-    int | None, typer.Option(help="Examples per client, training and test (default: 600; digits: all there is).")
-]
-Participation = Annotated[float | None, typer.Option(help="Share of the clients in each round (default: 1.0).")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds of training (default: 20).")]
-LocalEpochs = Annotated[int | None, typer.Option(help="Local epochs a round (default: 5).")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate of the clients (default: the paper's for the data set).")]
-BatchSize = Annotated[int | None, typer.Option(help="Local batch size (default: 32).")]
-Augment = Annotated[
-    bool | None,
-    typer.Option("--augment/--no-augment", help="Random crop and flip of the training images, for photographs (default: no)."),
-]
-Model = Annotated[str | None, typer.Option(help="cnn, cnn-bn (the paper's), small-cnn, mlp (default: by the data's shape).")]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        help="threaded, vectorized (vmap: GPUs and small nets), flower (its simulation; on a Ray cluster if RAY_ADDRESS names "
-        "one), or auto: threaded or vectorized, by device and model (default: auto)."
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Clients trained at once (threaded, flower); does not change the results (default: one per core)."),
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: cpu).")]
-Compile = Annotated[
-    str | None,
-    typer.Option(help="Compile the training step (threaded, flower): on, off, or auto: where it pays (default: auto)."),
-]
-Out = Annotated[Path | None, typer.Option(help="Folder for the results; must not exist (default: runs/…).")]
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Go on where the run in --out (or RUN, or the last of its name) stands; start it if it is not there."
+        "--resume",
+        help="Resume the run in --out (or RUN, or the latest run with the default name); start a new one if there is "
+        "none.",
+        rich_help_panel="Output",
     ),
-]
-CheckpointRounds = Annotated[
-    int | None, typer.Option("--checkpoint-every", help="Save the run after every so many rounds (default: every 10 minutes).")
 ]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."),
+    typer.Option(
+        "--set",
+        help="Any key of the experiment file: --set algorithm.neighbours=5 (repeatable).",
+        rich_help_panel="Method",
+    ),
 ]
 Track = Annotated[
     str,
     typer.Option(
-        help="Also tell experiment trackers, separated by commas: tensorboard, mlflow, wandb; each an extra to install."
+        help="Also send every round to experiment trackers, separated by commas: tensorboard, mlflow, wandb.",
+        rich_help_panel="Output",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.", rich_help_panel="Output")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print the results as JSON on standard output.", rich_help_panel="Output"),
+]
 
 
-def words_of(text: str) -> list[str]:
+def with_settings(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per setting that has one; the command gets those that were given as `given`."""
+    places = {name: place for name, place in list_settings().items() if place.option and name not in without}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in places}
+            command(given=given, **arguments)
+
+        own = [one for one in inspect.signature(command).parameters.values() if one.name != "given"]
+        made = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(place)
+            )
+            for name, place in places.items()
+        ]
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+        wrapper.__signature__ = inspect.Signature([*parameters[:1], *made, *parameters[1:]])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {one.name: one.annotation for one in [*parameters, *made]}
+        return wrapper
+
+    return decorate
+
+
+def _annotation(place: Place) -> Any:
+    assert place.option is not None
+    kind = _kind(place.field.annotation)
+    name = f"--{place.option.name}"
+    words = [f"{name}/--no-{place.option.name}" if kind is bool else name]
+    words += [place.option.short] if place.option.short else []
+    default = place.field.default
+    text = f"{' '.join((place.field.description or '').split())} (default: {'no' if default is False else default})"
+    return Annotated[kind | None, typer.Option(*words, help=text, rich_help_panel=PANELS[place.section])]
+
+
+def _kind(annotation: Any) -> type:
+    """Return the plain type of a setting: of `int | "auto"` int, of a choice str."""
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return str
+    if get_origin(annotation) is UnionType or get_args(annotation):
+        kinds = [_kind(one) for one in get_args(annotation)]
+        return next((kind for kind in kinds if kind is not str), str)
+    assert annotation in (int, float, str, bool)
+    found: type = annotation
+    return found
+
+
+def split_words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def whole_numbers(option: str, text: str, example: str) -> list[int]:
-    """Separated by commas."""
-    words = words_of(text)
+def parse_numbers(option: str, text: str, example: str) -> list[int]:
+    """Parse whole numbers separated by commas."""
+    words = split_words(text)
     for word in words:
         if not word.isdecimal() or len(word) > 19:
-            raise PfedlaError(f"{option}: {shown(word)} is not a whole number below 2^63; write for example {option} {example}")
+            raise PfedlaError(
+                f"{option}: {shown(word)} is not a whole number; write for example {option} {example}"
+            )
     return [int(word) for word in words]

@@ -1,15 +1,16 @@
-"""A run's whole state on disk: tensors in safetensors, counters in JSON, each file whole or not there. Never a pickle.
+"""What a run writes while it goes: a line per evaluated round, its weights, and its whole state. Never a pickle.
 
 checkpoints/round-<r>.safetensors holds the server's state, every client's, and the snapshots of alpha;
-checkpoints/round-<r>.json, written after it, the rest and both files' SHA-256. Together they are what the run would have in
-memory after round r.
+checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files. Together they are what the run
+has in memory after round r.
 """
 
 import hashlib
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,40 +20,51 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pfedla.core.rounds import Traffic
 from pfedla.core.contracts import Params, ServerState
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_json, read_tensors, sha256, write_text, write_whole
+from pfedla.core.files import read_json, sha256, write_text, write_whole
+from pfedla.core.rounds import Traffic
+from pfedla.core.settings import CheckpointSettings
+from pfedla.core.tensor_files import read_tensors
+from pfedla.runs.experiment import Experiment, upgrade
 
-FORMAT = 1
+FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
 KEPT = 2
+LINES, ALPHA, CHECKPOINTS = "rounds.jsonl", "alpha.safetensors", "checkpoints"
+SHOWN_NUMBERS = (
+    2**20
+)  # of alpha that are written again at every snapshot, for `pfedla watch`; more wait for the end
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
-@dataclass
-class Progress:
-    """Where a run stands after a round. With the clients' private state it is all that the next round depends on."""
+@dataclass(kw_only=True)
+class RunState:
+    """A run after a round. With the clients' private state it is all that the next round depends on."""
 
     server: ServerState
-    after_training: Tensor  # [clients], accuracy; nan for a client that never trained
+    after_training: (
+        Tensor  # [clients], accuracy after the last local training; nan for a client that never trained
+    )
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     alphas: list[Tensor] = field(default_factory=list)
-    alpha_rounds: list[int] = field(default_factory=list)
+    alpha_rounds: list[int] = field(
+        default_factory=list
+    )  # the round after which each was taken; 0 is the start
     failures: dict[int, dict[str, int]] = field(default_factory=dict)  # client -> reason -> how often
     failed_rounds: int = 0  # in a row, up to now
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, all rounds
 
 
-class _State(BaseModel):
+class _Stored(BaseModel):
     """The part of a checkpoint that is JSON."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     format: int
-    experiment: dict[str, Any]  # what the numbers depend on; a run goes on with the same only
+    experiment: dict[str, Any]  # the identity of the run
     round: Annotated[int, Field(ge=1)]
     traffic: dict[str, Count]
-    # FailFast: else a strange file could be answered by gigabytes of error messages.
+    # FailFast: an untrusted file could otherwise be answered by gigabytes of error messages.
     after_training: Annotated[list[float | None], FailFast()]
     alpha_rounds: Annotated[list[Count], FailFast()]
     failures: dict[str, dict[str, Annotated[int, Field(ge=1)]]]
@@ -62,39 +74,71 @@ class _State(BaseModel):
 
 
 class Checkpoints:
-    """The last two checkpoints of a run."""
+    """The last two checkpoints of a run, and when the next is due."""
 
-    def __init__(self, folder: Path, experiment: Mapping[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
-        self.folder, self.experiment, self.say = folder, experiment, say
+    def __init__(
+        self,
+        run: Path,
+        identity: Mapping[str, Any],
+        settings: CheckpointSettings | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run, self.folder = run, run / CHECKPOINTS
+        self.identity, self.settings, self.say = identity, settings or CheckpointSettings(), say
+        self._saved_at, self._saved_round = time.monotonic(), 0
 
     def rounds(self) -> list[int]:
-        """After which rounds there is a checkpoint, ascending; the tensors without their JSON are none."""
+        """Return after which rounds there is a checkpoint, ascending; the tensors without their JSON do not count."""
         names = (path.stem.removeprefix("round-") for path in self.folder.glob("round-*.json"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def path(self, round: int, ending: str) -> Path:
         return self.folder / f"round-{round}.{ending}"
 
-    def save(self, progress: Progress, clients: Params) -> None:
+    def is_due(self, round: int) -> bool:
+        every, minutes = self.settings.rounds, self.settings.minutes
+        by_time = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return by_time or (every > 0 and round % every == 0)
+
+    def save(self, state: RunState, clients: Params) -> None:
+        """Write a checkpoint, unless there is one of this round; the lines up to here are on disk before it is."""
+        if state.round == self._saved_round:
+            return
+        lines = self.run / LINES
+        if lines.exists():
+            with lines.open("rb") as file:
+                os.fsync(file.fileno())
         self.folder.mkdir(exist_ok=True)
-        tensors = _flat(progress.server, clients, torch.stack(progress.alphas) if progress.alphas else None)
-        tensors_path = self.path(progress.round, "safetensors")
+        tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
+        tensors_path = self.path(state.round, "safetensors")
         try:
-            write_whole(tensors_path, lambda path: save_file({n: v.contiguous() for n, v in tensors.items()}, path))
-            state = _State(
-                format=FORMAT, experiment=dict(self.experiment), round=progress.round, traffic=asdict(progress.traffic),
-                after_training=[None if math.isnan(value) else value for value in progress.after_training.tolist()],
-                alpha_rounds=progress.alpha_rounds, failures={str(who): why for who, why in progress.failures.items()},
-                failed_rounds=progress.failed_rounds, seconds=progress.seconds, tensors_sha256=sha256(tensors_path),
-            )  # fmt: skip
-            content = state.model_dump()
-            text = json.dumps({"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False)
-            write_text(self.path(progress.round, "json"), text + "\n")
+            write_whole(
+                tensors_path, lambda path: save_file({n: v.contiguous() for n, v in tensors.items()}, path)
+            )
+            content = _Stored(
+                format=FORMAT,
+                experiment=dict(self.identity),
+                round=state.round,
+                traffic=asdict(state.traffic),
+                after_training=[
+                    None if math.isnan(value) else value for value in state.after_training.tolist()
+                ],
+                alpha_rounds=state.alpha_rounds,
+                failures={str(client): reasons for client, reasons in state.failures.items()},
+                failed_rounds=state.failed_rounds,
+                seconds=state.seconds,
+                tensors_sha256=sha256(tensors_path),
+            ).model_dump()
+            text = json.dumps(
+                {"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False
+            )
+            write_text(self.path(state.round, "json"), text + "\n")
         except BaseException:  # a full disk, perhaps: what is half-written is of no use
             self._remove_all_but(self.rounds())
             raise
         # Newer ones could not be used, or the run would not have come to this round again.
-        self._remove_all_but([round for round in self.rounds() if round <= progress.round][-KEPT:])
+        self._remove_all_but([round for round in self.rounds() if round <= state.round][-KEPT:])
+        self._saved_at, self._saved_round = time.monotonic(), state.round
 
     def _remove_all_but(self, kept: list[int]) -> None:
         whole = {self.path(round, ending) for round in kept for ending in ("json", "safetensors")}
@@ -102,8 +146,8 @@ class Checkpoints:
             if path not in whole:
                 path.unlink(missing_ok=True)
 
-    def newest(self, fresh: Progress, clients: Params) -> tuple[Progress, Params] | None:
-        """The newest checkpoint that is whole, in the form of a fresh run's progress and clients; None if there is none."""
+    def load_newest(self, fresh: RunState, clients: Params) -> tuple[RunState, Params] | None:
+        """Return the newest whole checkpoint, in the form of a fresh run's state and clients; None if there is none."""
         rounds = self.rounds()
         for round in reversed(rounds):
             try:
@@ -113,84 +157,114 @@ class Checkpoints:
             except PfedlaError as error:
                 self.say(f"the checkpoint after round {round} cannot be used: {error}")
             else:
+                self._saved_round = round
                 return loaded
         if rounds:
             raise PfedlaError(f"no checkpoint in {self.folder} can be used; start again in a new folder")
         return None
 
-    def _load(self, round: int, fresh: Progress, clients: Params) -> tuple[Progress, Params]:
+    def _load(self, round: int, fresh: RunState, clients: Params) -> tuple[RunState, Params]:
         path = self.path(round, "json")
         content = read_json(path)
         try:
-            state = _State.model_validate(content["state"])
-            sound = content["sha256"] == _digest(content["state"]) and state.format == FORMAT and state.round == round
-            sound = sound and len(state.after_training) == len(fresh.after_training)
-            traffic = Traffic(**state.traffic)
-            failures = {int(who): why for who, why in state.failures.items()}
+            stored = _Stored.model_validate(content["state"])
+            sound = content["sha256"] == _digest(content["state"]) and stored.format in (1, FORMAT)
+            sound = (
+                sound and stored.round == round and len(stored.after_training) == len(fresh.after_training)
+            )
+            traffic = Traffic(**stored.traffic)
+            failures = {int(client): reasons for client, reasons in stored.failures.items()}
         except (ValidationError, TypeError, KeyError, ValueError) as error:
             raise PfedlaError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
         if not sound:
-            raise PfedlaError(f"{path} is damaged: it is not what was written")
-        if changed := differing(state.experiment, self.experiment):
-            raise ChangedExperimentError(self.folder.parent, changed)
+            raise PfedlaError(f"{path} is damaged: its content does not match its checksum")
+        check_same(self.run, Experiment.parse(upgrade(stored.experiment)).identity(), self.identity)
         tensors_path = self.path(round, "safetensors")
         alphas = None
         if fresh.alphas:
-            alphas = fresh.alphas[0].new_empty(len(state.alpha_rounds), *fresh.alphas[0].shape, device="meta")
-        tensors = read_tensors(tensors_path, _flat(fresh.server, clients, alphas))
-        if sha256(tensors_path) != state.tensors_sha256:
-            raise PfedlaError(f"{tensors_path} is damaged: it is not what was written")
-        # Copies: what was read may lie anywhere in memory, and small products round differently by where their numbers lie.
+            alphas = fresh.alphas[0].new_empty(
+                len(stored.alpha_rounds), *fresh.alphas[0].shape, device="meta"
+            )
+        tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
+        if sha256(tensors_path) != stored.tensors_sha256:
+            raise PfedlaError(f"{tensors_path} is damaged: its content does not match its checksum")
+        # Clones: what was read may lie anywhere in memory, and kernels may round by how a tensor is aligned.
         tensors = {name: value.clone() for name, value in tensors.items()}
-        return Progress(
-            server={group: {name: tensors[f"server/{group}/{name}"] for name in part} for group, part in fresh.server.items()},
-            after_training=torch.tensor([math.nan if a is None else a for a in state.after_training], dtype=torch.float64),
-            round=state.round, traffic=traffic, alphas=list(tensors.get("alphas", ())), alpha_rounds=state.alpha_rounds,
-            failures=failures, failed_rounds=state.failed_rounds, seconds=state.seconds,
-        ), {name: tensors[f"clients/{name}"] for name in clients}  # fmt: skip
+        state = RunState(
+            server={
+                group: {name: tensors[f"server/{group}/{name}"] for name in part}
+                for group, part in fresh.server.items()
+            },
+            after_training=torch.tensor(
+                [math.nan if value is None else value for value in stored.after_training], dtype=torch.float64
+            ),
+            round=stored.round,
+            traffic=traffic,
+            alphas=list(tensors.get("alphas", ())),
+            alpha_rounds=stored.alpha_rounds,
+            failures=failures,
+            failed_rounds=stored.failed_rounds,
+            seconds=stored.seconds,
+        )
+        return state, {name: tensors[f"clients/{name}"] for name in clients}
 
 
 class ChangedExperimentError(PfedlaError):
-    """The run was made with other values than those it should go on with."""
+    """The settings differ from those that the run was made with."""
 
-    def __init__(self, folder: Path, changed: list[str]) -> None:
-        super().__init__(
-            f"{folder} was made with another experiment: {'; '.join(changed)}. Go on with the same, or start in a new folder"
+
+def check_same(run: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume a run whose identity differs."""
+    if changed := differences(before, now):
+        raise ChangedExperimentError(
+            f"Cannot resume {run}: settings differ ({'; '.join(changed)}). Use the original settings, or another --out"
         )
 
 
-def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One phrase per key that differs, with both values."""
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return one phrase per key that differs, with both values."""
     found = []
     for key in dict.fromkeys([*before, *now]):
         old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differing(old, new, f"{prefix}{key}.")
+        if isinstance(old, Mapping) or isinstance(new, Mapping):
+            found += differences(old or {}, new or {}, f"{prefix}{key}.")
         elif old != new or type(old) is not type(new):
-            was, is_now = ("left out" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new))
-            found.append(f"{prefix}{key} was {was}, is now {is_now}")
+            was, is_now = ("unset" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
+            found.append(f"{prefix}{key}: {was} -> {is_now}")
     return found
 
 
-def _flat(server: ServerState, clients: Params, alphas: Tensor | None) -> Params:
-    named = {f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()}
-    return named | {f"clients/{n}": v for n, v in clients.items()} | ({} if alphas is None else {"alphas": alphas})
+def add_line(run: Path, line: dict[str, Any]) -> None:
+    """Append an evaluated round to rounds.jsonl."""
+    with (run / LINES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def show_alpha(run: Path, state: RunState, layers: Sequence[str]) -> None:
+    """Write the weights so far, for `pfedla watch`; too many wait for the end."""
+    if state.alphas and len(state.alphas) * state.alphas[0].numel() <= SHOWN_NUMBERS:
+        write_alpha(run, state, layers, to_disk=False)
+    else:
+        (run / ALPHA).unlink(missing_ok=True)  # old weights must not be taken for those of now
+
+
+def write_alpha(run: Path, state: RunState, layers: Sequence[str], *, to_disk: bool = True) -> None:
+    """Write alpha.safetensors. One entry of metadata only: several are written in a random order."""
+    tensors = {"alpha": torch.stack(state.alphas).contiguous(), "rounds": torch.tensor(state.alpha_rounds)}
+    metadata = {"layers": json.dumps(layers)}
+    write_whole(run / ALPHA, lambda file: save_file(tensors, file, metadata), to_disk=to_disk)
+
+
+def _flatten(server: ServerState, clients: Params, alphas: Tensor | None) -> Params:
+    named = {
+        f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()
+    }
+    return (
+        named
+        | {f"clients/{n}": v for n, v in clients.items()}
+        | ({} if alphas is None else {"alphas": alphas})
+    )
 
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-class Cadence:
-    """When the next checkpoint is due: every so many rounds (0: never) or minutes (0: never), whichever comes first."""
-
-    def __init__(self, rounds: int, minutes: float) -> None:
-        self.rounds, self.minutes = rounds, minutes
-        self.last = time.monotonic()
-
-    def due(self, round: int) -> bool:
-        by_time = self.minutes > 0 and time.monotonic() - self.last >= 60 * self.minutes
-        return by_time or (self.rounds > 0 and round % self.rounds == 0)
-
-    def saved(self) -> None:
-        self.last = time.monotonic()

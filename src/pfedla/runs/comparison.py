@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pfedla.algorithms import ALGORITHMS, find, options_model
-from pfedla.runs.progress import Reporter
-from pfedla.data import datasets
-from pfedla.data.own import Dataset
+from pfedla.algorithms import ALGORITHMS, default_options
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown
-from pfedla.runs.experiment import Experiment, build
 from pfedla.core.files import safe_name, write_text
-from pfedla.runs.overrides import overlay
+from pfedla.data import datasets
+from pfedla.data.dataset import Dataset
 from pfedla.report.figures import draw_comparison
-from pfedla.report.tables import Row, comparison_markdown
-from pfedla.runs.result import RUNS, last_numbered, numbered, run_built
-from pfedla.runs.folder import EXPERIMENT, RunFolder, new_folder
+from pfedla.report.tables import Row, comparison_json, comparison_markdown
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.folder import EXPERIMENT, RUNS, RunFolder, last_numbered, new_folder, next_numbered
+from pfedla.runs.overrides import overlay
+from pfedla.runs.progress import Display
+from pfedla.runs.run import Run
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a comparison will run. All of it has been built once, so nothing in it can be refused any more."""
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPlan:
+    """The runs of a comparison. All have been built once, so none can be refused any more."""
 
     dataset: Dataset
     experiments: list[Experiment]  # of the methods that apply, one per algorithm and seed
@@ -34,27 +35,25 @@ class Plan:
         return sum(experiment.rounds for experiment in self.experiments)
 
 
-def plan(
-    values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
-) -> Plan:
-    """One experiment per algorithm and seed. Options in [algorithm] go to the methods that have them, in [pfedla] to pfedla.
+def plan_comparison(
+    values: Mapping[str, Any],
+    names: list[str],
+    seeds: list[int],
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+) -> ComparisonPlan:
+    """Make one experiment per algorithm and seed.
 
-    Without `out` the folder is a new one, or with `resume` the last there is.
+    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone. Without `out` the folder
+    is a new one, or with `resume` the last there is.
     """
-    sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
-    for key, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise PfedlaError(f"{key} = {shown(section)} is not possible: [{key}] is a section")
-    having = {name: set(options_model(find(name)).model_fields) for name in names}
-    if lost := set(sections["algorithm"]) - set().union(*having.values()):
-        raise PfedlaError(f"none of {', '.join(names)} has an option {', '.join(sorted(lost))}")
-    if stray := [name for name in ALGORITHMS if sections[name] and name not in names]:
-        raise PfedlaError(f"options for {', '.join(stray)}, which is not among the compared: {', '.join(names)}")
-    common = {key: value for key, value in values.items() if key not in sections}
+    common, sections = _split_sections(values, names)
     experiments, reasons = [], dict.fromkeys(names, "")
     dataset, partition = None, ""
     for name in names:
-        shared = {key: value for key, value in sections["algorithm"].items() if key in having[name]}
+        options = default_options(name)
+        shared = {key: value for key, value in sections["algorithm"].items() if key in options}
         for seed in seeds:
             own = {"seed": seed, "algorithm": {"name": name, **shared, **sections[name]}}
             experiment = Experiment.parse(overlay(common, own))
@@ -67,45 +66,61 @@ def plan(
                 experiments.append(experiment)
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    named = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
-    return Plan(dataset, experiments, reasons, out or (last_numbered(named) if resume else numbered(named)))
+    default = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
+    folder = out or (last_numbered(default) if resume else next_numbered(default))
+    return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
+
+
+def _split_sections(
+    values: Mapping[str, Any], names: list[str]
+) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+    """Return the settings common to all, and the sections of options: [algorithm], and one per algorithm."""
+    sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
+    for key, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise PfedlaError(f"{key} = {shown(section)}: [{key}] is a section")
+    if unused := set(sections["algorithm"]).difference(*map(default_options, names)):
+        raise PfedlaError(f"none of {', '.join(names)} has an option {', '.join(sorted(unused))}")
+    if stray := [name for name in ALGORITHMS if sections[name] and name not in names]:
+        raise PfedlaError(f"options for {', '.join(stray)}, which is not compared: {', '.join(names)}")
+    return {key: value for key, value in values.items() if key not in sections}, sections
 
 
 def compare(
-    planned: Plan, reporter: Reporter | None = None, *, resume: bool = False, stopping: Callable[[], bool] = lambda: False,
+    plan: ComparisonPlan,
+    display: Display | None = None,
+    *,
+    resume: bool = False,
+    stopping: Callable[[], bool] = lambda: False,
     track: Sequence[str] = (),
-) -> list[Row]:  # fmt: skip
-    """Run every algorithm on every seed; leaves a folder with their runs, one table and one picture.
+) -> list[Row]:
+    """Run every algorithm on every seed; leave a folder with their runs, one table and one picture.
 
-    With `resume`, runs that are finished in the folder are taken as they are and one that is not goes on.
+    With `resume`, finished runs in the folder are kept and an unfinished one is resumed.
     """
-    reporter = reporter or Reporter(planned.total_rounds, quiet=True)
-    root = planned.folder
+    display = display or Display(plan.total_rounds, quiet=True)
+    root = plan.folder
     if not (resume and root.is_dir()):
         new_folder(root)
     elif any(root.iterdir()) and not any(root.glob(f"*/{EXPERIMENT}")):
-        raise PfedlaError(f"{root} is no comparison: it holds no runs; choose another folder with --out")
-    rows = {name: Row(name, [], reason) for name, reason in planned.reasons.items()}
-    folders: dict[str, list[Path]] = {}
-    for experiment in planned.experiments:
-        name, seed = experiment.algorithm.name, experiment.seed
-        reporter.begin(name, seed)
-        folder = RunFolder(root / f"{name}-s{seed}", resume=resume)
-        folder.stopping = stopping
+        raise PfedlaError(f"{root} is not a comparison: it holds no runs; choose another folder with --out")
+    rows = {name: Row(name, not_applicable=reason) for name, reason in plan.reasons.items()}
+    for experiment in plan.experiments:
+        row, seed = rows[experiment.algorithm.name], experiment.seed
+        display.begin(row.algorithm, seed)
+        folder = RunFolder(root / f"{row.algorithm}-s{seed}", resume=resume)
+        run = Run(build(experiment, plan.dataset), folder, display=display, stopping=stopping, track=track)
         try:
-            rows[name].results.append(run_built(build(experiment, planned.dataset), folder, reporter, track=track))
+            row.results.append(run.complete())
         except GaveUpError as error:  # the others are worth having all the same
-            reporter.say(str(error))
-            rows[name].reason = f"seed {seed}: {error}"
-            rows[name].gave_up = True
+            display.say(str(error))
+            row.gave_up[seed] = str(error)
         else:
-            folders.setdefault(name, []).append(folder.path)
-    if not folders:
-        raise PfedlaError(next(row.reason for row in rows.values() if row.gave_up))
-    draw_comparison(folders, root / "learning_curves.png")
-    write_text(root / "comparison.md", comparison_markdown(list(rows.values())))
-    content = {
-        row.algorithm: row.results or {"gave_up" if row.gave_up else "not_applicable": row.reason} for row in rows.values()
-    }
-    write_text(root / "comparison.json", json.dumps(content, indent=2) + "\n")
-    return list(rows.values())
+            row.folders.append(folder.path)
+    found = list(rows.values())
+    if not any(row.results for row in found):
+        raise GaveUpError(next(reason for row in found for reason in row.gave_up.values()))
+    draw_comparison(found, root / "learning_curves.png")
+    write_text(root / "comparison.md", comparison_markdown(found))
+    write_text(root / "comparison.json", json.dumps(comparison_json(found), indent=2) + "\n")
+    return found

@@ -27,22 +27,31 @@ class Interruption:
         return self._wanted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._wanted:  # at once: without waiting for clients at work. What is on disk is whole at any moment.
+        if (
+            self._wanted
+        ):  # at once: without waiting for clients at work. What is on disk is whole at any moment.
             self.at_once()
             if os.isatty(2):
                 _say(SHOW_CURSOR)
             os._exit(EXIT_CODE)
         self._wanted = True
         if not self.quiet:
-            _say(b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n")
+            _say(
+                b"\nstopping: the state is saved when the clients at work are done; once more stops at once\n"
+            )
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            wanted = [*SIGNALS, *(number for number in HANGUP if signal.getsignal(number) == signal.SIG_DFL)]  # not under nohup
+            wanted = [
+                *SIGNALS,
+                *(number for number in HANGUP if signal.getsignal(number) == signal.SIG_DFL),
+            ]  # not under nohup
             self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

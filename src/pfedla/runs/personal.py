@@ -11,17 +11,18 @@ from pydantic import BaseModel, FailFast, Field, ValidationError, model_validato
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pfedla.data.federation import Federation, digest_of, partitioned
-from pfedla.data.own import load_arrays
-from pfedla.data.recipe import TEST_SHARE, recipe_of
-from pfedla.engines.choice import AUTO
 from pfedla.core.errors import PfedlaError, unknown
-from pfedla.runs.experiment import SITES, Experiment, build_federation, read_toml
-from pfedla.core.files import read_json, read_object, read_tensors
+from pfedla.core.files import read_json, read_object
 from pfedla.core.models import build_model, outline
-from pfedla.runs.folder import RESULT, new_folder
+from pfedla.core.settings import AUTO
 from pfedla.core.tasks import load_tensors, task_of
+from pfedla.core.tensor_files import read_tensors
 from pfedla.core.training import evaluate
+from pfedla.data.federation import Federation, build_federation, digest_of, federation_of_one
+from pfedla.data.npz import load_arrays
+from pfedla.data.recipe import TEST_SHARE
+from pfedla.runs.experiment import SITES, Experiment, read_toml
+from pfedla.runs.folder import RESULT, new_folder
 
 JOINED = "joined"  # the folder of those who came later
 
@@ -48,7 +49,9 @@ class FederationFile(BaseModel):
         if len(self.shape) not in (1, 3):
             raise ValueError(f"shape has {len(self.shape)} numbers, not 1 or 3")
         if (len(self.mean), len(self.std)) not in ((0, 0), (self.shape[0], self.shape[0])):
-            raise ValueError(f"{len(self.mean)} means and {len(self.std)} standard deviations for shape {self.shape}")
+            raise ValueError(
+                f"{len(self.mean)} means and {len(self.std)} standard deviations for shape {self.shape}"
+            )
         return self
 
 
@@ -65,7 +68,7 @@ class PersonalModel:
     def name(self) -> str:
         return self.federation.clients[self.client] if isinstance(self.client, int) else self.client
 
-    def newcomer(self) -> dict[str, Any]:
+    def joined(self) -> dict[str, Any]:
         """What is known of a client that joined later; nothing of one of the run's own."""
         return read_object(self.run / self.client / RESULT) if isinstance(self.client, str) else {}
 
@@ -137,8 +140,15 @@ def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, A
     x, y = _own_test_split(personal) if data is None else _examples(personal, data)
     model = RawInput(personal).eval()
     with torch.no_grad():
-        correct, loss = evaluate(task_of(model), dict(model.named_parameters()) | dict(model.named_buffers()), x, y)
-    return {"client": personal.client, "examples": len(y), "accuracy": correct.item() / len(y), "loss": loss.item()}
+        correct, loss = evaluate(
+            task_of(model), dict(model.named_parameters()) | dict(model.named_buffers()), x, y
+        )
+    return {
+        "client": personal.client,
+        "examples": len(y),
+        "accuracy": correct.item() / len(y),
+        "loss": loss.item(),
+    }
 
 
 def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
@@ -146,62 +156,77 @@ def _own_test_split(personal: PersonalModel) -> tuple[Tensor, Tensor]:
         raise PfedlaError("the site's data are its own: give a file or folder with --data")
     experiment = personal.experiment
     if isinstance(personal.client, str):
-        joined = personal.newcomer()
+        joined = personal.joined()
         if not (isinstance(joined.get("data"), str) and isinstance(joined.get("digest"), str)):
-            raise PfedlaError(f"{personal.client}/{RESULT} does not say on which examples it joined; give a file with --data")
+            raise PfedlaError(
+                f"{personal.client}/{RESULT} does not say on which examples it joined; give a file with --data"
+            )
         data = Path(joined["data"])
-        federation, _ = newcomer_of(data, experiment, personal.federation)
+        federation, _ = load_unseen(data, experiment, personal.federation)
         if joined["digest"] != digest_of(federation.train[0], federation.test[0]):
-            raise PfedlaError(f"{data} is not what it was when {personal.name} joined; give a file with --data")
+            raise PfedlaError(
+                f"{data} is not what it was when {personal.name} joined; give a file with --data"
+            )
         return federation.test[0]
     section, federation = build_federation(experiment.data, experiment.seed)
-    federation, _ = federation.parted(experiment.unseen_clients, experiment.seed)
+    federation, _ = federation.hold_back(experiment.unseen_clients, experiment.seed)
     known = personal.federation
     if site := personal.site():  # it knows of its own examples only
-        unchanged = site.get("digest") == digest_of(federation.train[personal.client], federation.test[personal.client])
+        unchanged = site.get("digest") == digest_of(
+            federation.train[personal.client], federation.test[personal.client]
+        )
     else:
         counts = federation.class_counts()[:, 1].tolist()
         unchanged = (federation.shape, federation.classes, counts) == (known.shape, known.classes, known.test)
     if not unchanged:
-        raise PfedlaError(f"{section.dataset} is not what it was when the run was made; give a file with --data")
+        raise PfedlaError(
+            f"{section.dataset} is not what it was when the run was made; give a file with --data"
+        )
     return federation.test[personal.client]
 
 
-def newcomer_of(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
-    """A federation of the one client whose examples a file holds, and how they are split; normalised as the run's are."""
+def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
+    """Return a federation of the one client whose examples a file holds, normalised as the run's, and how it is split."""
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
-        raise PfedlaError(f"{path}: the run is made of these examples; a newcomer brings its own")
-    dataset = load_arrays(path).fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
+        raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
+    dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
     if len(dataset.client_names) > 1:
         names = ", ".join(dataset.client_names[:5]) + (", …" if len(dataset.client_names) > 5 else "")
-        raise PfedlaError(f"{path} holds examples of several clients ({names}); a newcomer is one: give a file of each")
-    one = replace(
-        dataset, mean=known.mean, std=known.std, client=np.zeros(len(dataset.y), np.int64),
-        client_names=dataset.client_names or (path.stem,),
-    )  # fmt: skip
+        raise PfedlaError(f"{path} holds examples of several clients ({names}); give a file of each")
+    dataset = replace(dataset, mean=known.mean, std=known.std)
+    name = dataset.client_names[0] if dataset.client_names else path.stem
     if dataset.test is not None:
-        return partitioned(one, recipe_of(one, partition="client"), experiment.seed), "the file's own"
+        return federation_of_one(dataset, name, experiment.seed), "the file's own"
     share = TEST_SHARE if experiment.data.test_share == AUTO else experiment.data.test_share
-    recipe = recipe_of(one, partition="client", test_share=share)
-    return partitioned(one, recipe, experiment.seed), f"{share:.0%} for test, as the run's"
+    return federation_of_one(dataset, name, experiment.seed, share), f"{share:.0%} for test, as the run's"
 
 
 def _examples(personal: PersonalModel, path: Path) -> tuple[Tensor, Tensor]:
     """The test rows of a file (its client's, if the run's clients are the file's), labels as the run numbers them."""
     dataset = load_arrays(path)
     known = personal.federation
-    brought = (personal.site().get("data"), personal.newcomer().get("data"))
-    if dataset.test is None and str(path.resolve()) in (personal.experiment.data.dataset, known.subset, *brought):
+    brought = (personal.site().get("data"), personal.joined().get("data"))
+    if dataset.test is None and str(path.resolve()) in (
+        personal.experiment.data.dataset,
+        known.subset,
+        *brought,
+    ):
         raise PfedlaError(
             f"{path}: the run trained on these examples; mark a test split in the file, or leave --data out to test on the "
             "client's own split of a common data set"
         )
-    dataset = dataset.fitted(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
+    dataset = dataset.match(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
-    if dataset.client is not None and personal.experiment.data.partition == "client" and personal.name in known.clients:
+    if (
+        dataset.client is not None
+        and personal.experiment.data.partition == "client"
+        and personal.name in known.clients
+    ):
         who = personal.name
         if who not in dataset.client_names:
-            raise PfedlaError(f"{path} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}")
+            raise PfedlaError(
+                f"{path} has no example of client {who!r}; it has: {', '.join(dataset.client_names)}"
+            )
         rows &= dataset.client == dataset.client_names.index(who)
     if not rows.any():
         raise PfedlaError(f"{path} has no test example of this client")
@@ -213,7 +238,9 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     new_folder(out)
     data = personal.federation
     batch = torch.export.Dim("batch", min=1)
-    exported = torch.export.export(RawInput(personal).eval(), (torch.zeros(2, *data.shape),), dynamic_shapes=({0: batch},))
+    exported = torch.export.export(
+        RawInput(personal).eval(), (torch.zeros(2, *data.shape),), dynamic_shapes=({0: batch},)
+    )
     paths = [out / "state_dict.safetensors", out / "model.pt2", out / "model.json"]
     state = load_tensors(personal.module, personal.tensors).state_dict()
     save_file({name: value.contiguous().clone() for name, value in state.items()}, paths[0])
@@ -221,7 +248,11 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     description = {
         "client": personal.name,
         "model": personal.experiment.model,
-        "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "in the scale of the data file"},
+        "input": {
+            "shape": ["batch", *data.shape],
+            "dtype": "float32",
+            "values": "in the scale of the data file",
+        },
         "output": "logits, one per class",
         "classes": data.classes,
         "normalisation_inside": {"mean": data.mean, "std": data.std},

@@ -79,7 +79,9 @@ def read_result(path: Path) -> dict[str, Any]:
         _Result.model_validate(content)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise PfedlaError(f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise PfedlaError(
+            f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        ) from None
     return content
 
 

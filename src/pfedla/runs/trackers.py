@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
-from pfedla.runs.folder import EXPERIMENT, LINES
+from pfedla.runs.checkpoint import LINES
+from pfedla.runs.folder import EXPERIMENT
 
 IDS = "trackers.json"  # in the run folder: tracker -> the id by which it knows the run
 MEASURES = {  # of a line of rounds.jsonl and of result.json; the rest is configuration, or who took part
@@ -36,7 +37,11 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
 def flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        leaves |= flat(value, separator, f"{prefix}{key}{separator}") if isinstance(value, Mapping) else {prefix + key: value}
+        leaves |= (
+            flat(value, separator, f"{prefix}{key}{separator}")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return leaves
 
 
@@ -57,11 +62,16 @@ class TensorBoard:
         for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
             old.unlink()
         self.where = f"tensorboard --logdir {folder / 'tensorboard'}"
-        values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat(config, ".").items()}
+        values = {
+            key: value if isinstance(value, (int, float)) else str(value)
+            for key, value in flat(config, ".").items()
+        }
         shown = dict.fromkeys(("accuracy/mean", "accuracy/worst", "accuracy_after_training", "loss"), 0)
         about, begun, self._ended = import_module("torch.utils.tensorboard.summary").hparams(values, shown)
         # purge_step: a TensorBoard that is looking on forgets what it has read in the files that are gone.
-        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"), purge_step=0)
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(
+            str(folder / "tensorboard"), purge_step=0
+        )
         self._writer.file_writer.add_summary(about)
         self._writer.file_writer.add_summary(begun)
 
@@ -80,7 +90,11 @@ class MLflow:
     """The store that MLFLOW_TRACKING_URI names, or a file beside the run folder. It takes nothing back."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        mlflow, self._entities, self._rounds = import_module("mlflow"), import_module("mlflow.entities"), config["rounds"]
+        mlflow, self._entities, self._rounds = (
+            import_module("mlflow"),
+            import_module("mlflow.entities"),
+            config["rounds"],
+        )
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells how it makes its tables
         beside = f"sqlite:///{(folder.resolve().parent / 'mlflow.db').as_posix()}"
         self.where = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else beside
@@ -97,12 +111,18 @@ class MLflow:
         values, before = {key: str(value) for key, value in flat(config, ".").items()}, run.data.params
         params = [self._entities.Param(key, value) for key, value in values.items() if key not in before]
         # A param cannot be changed: what a run goes on with instead (more rounds) stands in a tag.
-        tags = [self._entities.RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
+        tags = [
+            self._entities.RunTag(key, value)
+            for key, value in values.items()
+            if before.get(key, value) != value
+        ]
         self._client.log_batch(self._run_id, params=params, tags=tags)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now, new = int(1000 * time.time()), [key for key in metrics if step not in self._known.get(key, ())]
-        self._client.log_batch(self._run_id, [self._entities.Metric(key, float(metrics[key]), now, step) for key in new])
+        self._client.log_batch(
+            self._run_id, [self._entities.Metric(key, float(metrics[key]), now, step) for key in new]
+        )
 
     def close(self, status: Status, summary: dict[str, float]) -> None:
         self.log(self._rounds, summary)
@@ -114,7 +134,9 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         wandb = import_module("wandb")
-        patience = wandb.setup().settings.finish_timeout or 300  # seconds; else a server that is down is waited for for ever
+        patience = (
+            wandb.setup().settings.finish_timeout or 300
+        )  # seconds; else a server that is down is waited for for ever
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pfedla"), name=folder.name, dir=folder.resolve(),
             id=_ids(folder).get("wandb"), resume="allow", reinit="create_new", config=config, allow_val_change=True,
@@ -133,10 +155,14 @@ class WeightsAndBiases:
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
-NEEDED = {"tensorboard": ("torch.utils.tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+NEEDED = {
+    "tensorboard": ("torch.utils.tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+}
 
 
-def chosen(names: Iterable[str]) -> tuple[str, ...]:
+def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
     """The trackers of these names, if all are installed (each is an extra): asked before anything is trained."""
     for name in (names := tuple(names)):
         if name not in TRACKERS:
@@ -144,9 +170,13 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
         try:
             first, *_ = [import_module(module) for module in NEEDED[name]]
         except ImportError as error:
-            raise PfedlaError(f"tracker {name} cannot be loaded ({error}): pip install 'pfedla[{name}]'") from None
+            raise PfedlaError(
+                f"tracker {name} cannot be loaded ({error}): pip install 'pfedla[{name}]'"
+            ) from None
         online = name == "wandb" and first.setup().settings.mode not in ("offline", "dryrun", "disabled")
-        if online and not first.login(prompt=False, verify=False):  # it would ask for the key under the progress bar
+        if online and not first.login(
+            prompt=False, verify=False
+        ):  # it would ask for the key under the progress bar
             raise PfedlaError("wandb has no API key: use `wandb login` once, or set WANDB_MODE=offline")
     return names
 
@@ -164,16 +194,22 @@ class Tracking(AbstractContextManager["Tracking"]):
         experiment, lines = self.folder / EXPERIMENT, self.folder / LINES
         for name in self.names:
             with self._left_out_if_it_fails(name):
-                self._open[name] = tracker = TRACKERS[name](self.folder, tomllib.loads(experiment.read_text(encoding="utf-8")))
+                self._open[name] = tracker = TRACKERS[name](
+                    self.folder, tomllib.loads(experiment.read_text(encoding="utf-8"))
+                )
                 self.say(f"{name}: {tracker.where}")
-                for line in map(json.loads, lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ()):
+                for line in map(
+                    json.loads, lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ()
+                ):
                     tracker.log(line["round"], metrics_of(line))
 
     def tell(self, line: Mapping[str, Any]) -> None:
         self._each(lambda tracker: tracker.log(line["round"], metrics_of(line)))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ended: Status = "KILLED" if isinstance(error, (Stopped, KeyboardInterrupt)) else "FAILED" if error else "FINISHED"
+        ended: Status = (
+            "KILLED" if isinstance(error, (Stopped, KeyboardInterrupt)) else "FAILED" if error else "FINISHED"
+        )
         summary = {f"result/{name}": value for name, value in metrics_of(self.result).items()}
         self._each(lambda tracker: tracker.close(ended, summary))
 
@@ -188,7 +224,9 @@ class Tracking(AbstractContextManager["Tracking"]):
             yield
         except Exception as error:  # a server that is down, a full disk: nothing that the training depends on
             self._open.pop(name, None)
-            self.say(f"{name} is left out from here on: {error!r:.300}; --resume --track {name} tells it what it has missed")
+            self.say(
+                f"{name} is left out from here on: {error!r:.300}; --resume --track {name} tells it what it has missed"
+            )
 
 
 def _ids(folder: Path, **new: str) -> dict[str, Any]:

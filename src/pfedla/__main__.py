@@ -1,0 +1,5 @@
+"""`python -m pfedla` is the command line."""
+
+from pfedla.cli import main
+
+main()

@@ -1,0 +1,466 @@
+"""A run from its first round, or its last checkpoint, to its result. `simulate` is the Python entry.
+
+The command line, `compare`, `reproduce`, `simulate` and the Flower server app all drive `Run`.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pfedla.core.contracts import Algorithm, ClientMetrics, Engine, Failure, Params
+from pfedla.core.errors import GaveUpError, PfedlaError, Stopped
+from pfedla.core.rounds import Round, Traffic, evaluate_all, everyone, in_chunks, run_rounds, summarise, timed
+from pfedla.core.tasks import load_tensors
+from pfedla.core.uploads import NO_ANSWER
+from pfedla.data.federation import Federation
+from pfedla.engines import create_engine
+from pfedla.runs.build import Built, build, build_own
+from pfedla.runs.checkpoint import RunState, add_line, show_alpha
+from pfedla.runs.experiment import Experiment, list_settings
+from pfedla.runs.folder import RUNS, RunFolder, folder_name, next_numbered
+from pfedla.runs.overrides import nest, overlay
+from pfedla.runs.progress import Display
+from pfedla.runs.result import describe_result, write_results
+from pfedla.runs.trackers import Tracking, check_trackers
+
+SNAPSHOTS = 100
+SNAPSHOT_NUMBERS = 2**26  # at most 256 MiB of alpha are kept
+RunningEngine = AbstractContextManager[Engine]
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Simulation:
+    """The end of a run. Accuracies are fractions, on every client's own test data, after the last round."""
+
+    algorithm: Algorithm
+    accuracy: Tensor  # [clients], of the personal models
+    loss: Tensor
+    accuracy_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
+    traffic: Traffic
+    failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
+    seconds: dict[str, float]  # by phase
+    alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
+    alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
+    models: list[Params]  # every client's personal model; empty for a client that failed
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.algorithm.task.layers.names
+        return names
+
+    @property
+    def alpha(self) -> Tensor | None:
+        """The weights at the end, [clients, layers, clients]; None if a method has none, or too many to keep."""
+        return None if self.alphas is None else self.alphas[-1]
+
+    @property
+    def refused_uploads(self) -> int:
+        """How many uploads came and were not used."""
+        not_refused = (NO_ANSWER.reason, "raised", "evaluation raised")
+        return sum(
+            times
+            for reasons in self.failures.values()
+            for reason, times in reasons.items()
+            if reason not in not_refused
+        )
+
+    def __repr__(self) -> str:
+        mean, worst = (
+            f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy))
+        )
+        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
+
+    def personal_model(self, client: int) -> nn.Module:
+        """Return the model this client would deploy: a copy of your module with its tensors, in eval mode.
+
+        It takes what it was trained on: uint8 images go through `Federation.normalise` first.
+        """
+        if not 0 <= client < len(self.models):
+            raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
+        return load_tensors(self.algorithm.task.module, self.models[client])
+
+
+class Run:
+    """One run: iterate over its rounds, then `finish`. With a folder it is recorded, saved, and can be resumed.
+
+    >>> with Run(built, RunFolder(path)) as run:  # doctest: +SKIP
+    ...     for round in run:
+    ...         print(round.round, round.evaluation)
+    ...     result = run.finish()
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        folder: RunFolder | None = None,
+        *,
+        engine: RunningEngine | None = None,
+        display: Display | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        track: Sequence[str] = (),
+    ) -> None:
+        self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
+        self.folder, self.display, self.stopping = folder, display, stopping
+        self.trackers = Tracking(track, folder.path, self.say) if folder and track else None
+        self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
+        self.simulation: Simulation | None = None  # the same for Python
+        self._given_engine = engine
+        self._evaluation: ClientMetrics | None = None  # of the last round
+        num_clients, num_layers = len(built.federation), len(self.algorithm.task.layers)
+        self._interval = snapshot_interval(self.experiment.rounds, num_clients, num_layers)
+        self._keeps_alpha = num_clients * num_layers * num_clients <= SNAPSHOT_NUMBERS
+        self.honest = torch.ones(num_clients, dtype=torch.bool)
+        attackers = self.experiment.faults.choose_attackers(num_clients, self.experiment.seed)
+        if len(attackers) < num_clients:  # if all attack now and then, nobody is told apart
+            self.honest[attackers] = False
+
+    def say(self, line: str) -> None:
+        if self.display is not None:
+            self.display.say(line)
+
+    # Start and end
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if self.built.note:
+                self.say(self.built.note)
+            if self.folder is not None:
+                stack.enter_context(self.folder)
+                stack.enter_context(self.folder.name_disk_errors())
+                if self.trackers is not None:
+                    stack.enter_context(self.trackers)
+                self.result = self.folder.begin(self.experiment, self.say)
+            if self.result is None:
+                if self.folder is not None:
+                    self.folder.describe(self.built.federation, self.built.unseen, self.say)
+                self._start(stack.enter_context(self._given_engine or self._create_engine()))
+            else:
+                self._skip(self.experiment.rounds)
+                self.say(
+                    f"{self.folder} is finished ({self.experiment.rounds} rounds); more --rounds extend it"
+                )
+            if self.trackers is not None:
+                self.trackers.begin()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def _create_engine(self) -> RunningEngine:
+        assert isinstance(self.built.federation, Federation)
+        return create_engine(
+            self.algorithm,
+            self.built.federation,
+            self.experiment.engine,
+            recalibrate=self.experiment.recalibrate,
+            faults=self.experiment.faults,
+            stopping=self.stopping,
+        )
+
+    def _start(self, engine: Engine) -> None:
+        """Take the state of the last checkpoint, or a fresh one."""
+        self.engine = engine
+        experiment, num_examples = self.experiment, self.built.federation.num_examples
+        self.state = fresh_state(
+            self.algorithm, len(num_examples), experiment.seed, keeps_alpha=self._keeps_alpha
+        )
+        if self.folder is not None and self.folder.reopened:
+            loaded = self.folder.checkpoints.load_newest(self.state, engine.state())
+            if loaded is not None:
+                self.state, clients = loaded
+                engine.load(clients)
+                thin_snapshots(self.state, self._interval, experiment.rounds)
+            self.folder.prepare_resume(self.state)
+            where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
+            self.say(f"{self.folder.path}: {where}")
+            self._skip(self.state.round)
+        if self.state.failed_rounds >= experiment.uploads.max_failed_rounds:
+            raise GaveUpError(
+                f"the last {self.state.failed_rounds} rounds had no usable upload, so the run was given up; "
+                "raise uploads.max_failed_rounds to continue"
+            )
+        bound = experiment.uploads.norm_bound
+        self._rounds = run_rounds(
+            self.algorithm,
+            engine,
+            num_examples,
+            self.state.server,
+            rounds=range(self.state.round + 1, experiment.rounds + 1),
+            participation=experiment.participation,
+            evaluate_every=experiment.evaluate_every,
+            seed=experiment.seed,
+            traffic=self.state.traffic,
+            norm_bound=None if bound == "off" else bound,
+        )
+
+    def _skip(self, rounds: int) -> None:
+        if self.display is not None:
+            self.display.skip(rounds)
+
+    # Rounds
+
+    def __iter__(self) -> Iterator[Round]:
+        while self.result is None and self.state.round < self.experiment.rounds:
+            yield self.step()
+
+    def step(self) -> Round:
+        """Run the next round, record it, and save the run if that is due."""
+        try:
+            if self.stopping():
+                raise Stopped
+            round = next(self._rounds)
+        except Stopped:
+            # The round in work was dropped before any state advanced: this is the state after the one before it.
+            self._save(anyway=self.state.round > 0)
+            raise
+        self._advance(round)
+        with timed(self.state.seconds, "record"):
+            self._record(round)
+        gave_up = self._failed(round)
+        is_last = round.round == self.experiment.rounds
+        with timed(self.state.seconds, "checkpoint"):
+            self._save(anyway=self.stopping() or gave_up is not None or is_last)
+        if gave_up is not None:
+            raise gave_up
+        return round
+
+    def _advance(self, round: Round) -> None:
+        state = self.state
+        state.round, state.server, self._evaluation = round.round, round.server, round.evaluation
+        # The last round is always evaluated. A longer run would not have evaluated it out of turn: not counted here.
+        out_of_turn = round.round % self.experiment.evaluate_every
+        state.traffic = round.traffic.plus(evaluation=-round.evaluation_bytes if out_of_turn else 0)
+        self._traffic = round.traffic
+        state.after_training[round.cohort.ids] = round.after_training.accuracy
+        state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
+        for failures in (round.failures, round.evaluation_failures):
+            for client, failure in failures.items():
+                reasons = state.failures.setdefault(client, {})
+                reasons[failure.reason] = reasons.get(failure.reason, 0) + 1
+        for phase, seconds in round.seconds.items():
+            state.seconds[phase] = state.seconds.get(phase, 0.0) + seconds
+
+    def _record(self, round: Round) -> None:
+        layers = self.algorithm.task.layers.names
+        if self._keeps_alpha and (round.round % self._interval == 0 or round.round == self.experiment.rounds):
+            take_snapshot(self.state, self.algorithm)
+            if self.folder is not None:
+                show_alpha(self.folder.path, self.state, layers)
+        if self.folder is not None and round.evaluation is not None:
+            line = describe_round(round, layers, self.honest, self.state.failures)
+            add_line(self.folder.path, line)
+            if self.trackers is not None:
+                self.trackers.tell(line)
+        if self.display is not None:
+            self.display.on_round(round)
+
+    def _save(self, *, anyway: bool) -> None:
+        if self.folder is None:
+            return
+        self.folder.has_rounds = self.state.round > 0
+        if anyway or self.folder.checkpoints.is_due(self.state.round):
+            self.folder.checkpoints.save(self.state, self.engine.state())
+
+    def _failed(self, round: Round) -> GaveUpError | None:
+        """Return the error that ends a run without usable uploads or personal models."""
+        failures, what = {}, ""
+        if self.state.failed_rounds >= self.experiment.uploads.max_failed_rounds:
+            count = self.state.failed_rounds
+            failures, what = (
+                round.failures,
+                f"no upload could be used in {count} rounds in a row (max_failed_rounds)",
+            )
+        elif round.evaluation is not None and round.evaluation.accuracy.isnan().all():
+            failures, what = round.evaluation_failures, "no personal model could be evaluated"
+        if not failures:
+            return None
+        client, failure = next(iter(failures.items()))
+        error = GaveUpError(
+            f"{what}, the last time in round {round.round}; client {client}: {explain(failure)}"
+        )
+        error.__cause__ = failure.error
+        return error
+
+    # Result
+
+    def finish(self) -> dict[str, Any]:
+        """Write the personal models and the result; return what result.json holds."""
+        if self.result is None:
+            self.simulation = self._conclude()
+            self.result = describe_result(self.built, self.simulation, self.honest, self.state.traffic)
+            if self.folder is not None:
+                write_results(self)
+        if self.trackers is not None:
+            self.trackers.result = self.result
+        return self.result
+
+    def complete(self) -> dict[str, Any]:
+        """Run all remaining rounds and finish."""
+        with self:
+            for _ in self:
+                pass
+            return self.finish()
+
+    def _conclude(self) -> Simulation:
+        state, rounds = self.state, self.experiment.rounds
+        cohort = everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
+        if self._evaluation is None:  # all rounds had been run before
+            evaluated = evaluate_all(self.algorithm, self.engine, state.server, cohort)
+            self._evaluation, _, evaluation_bytes = evaluated
+            out_of_turn = rounds % self.experiment.evaluate_every
+            self._traffic = state.traffic.plus(evaluation=evaluation_bytes if out_of_turn else 0)
+        chunks = in_chunks(self.algorithm, state.server, cohort)
+        models = [
+            model for chunk, downloads in chunks for model in self.engine.personal_models(chunk, downloads)
+        ]
+        return Simulation(
+            algorithm=self.algorithm,
+            accuracy=self._evaluation.accuracy,
+            loss=self._evaluation.loss,
+            accuracy_after_training=state.after_training,
+            traffic=self._traffic,
+            failures=state.failures,
+            seconds=state.seconds,
+            alphas=torch.stack(state.alphas) if state.alphas else None,
+            alpha_rounds=state.alpha_rounds,
+            models=models,
+        )
+
+
+def fresh_state(algorithm: Algorithm, num_clients: int, seed: int, *, keeps_alpha: bool = True) -> RunState:
+    """Return the state before the first round."""
+    never = torch.full((num_clients,), torch.nan, dtype=torch.float64)
+    state = RunState(server=algorithm.init_server(num_clients, seed), after_training=never)
+    if keeps_alpha:
+        take_snapshot(state, algorithm)
+    return state
+
+
+def snapshot_interval(rounds: int, num_clients: int, num_layers: int) -> int:
+    """Return the rounds between two snapshots of alpha: at most a hundred are taken, and they fit in memory.
+
+    A power of two: a run that is extended later has taken all the snapshots that the longer one needs.
+    """
+    affordable = max(1, min(SNAPSHOTS, SNAPSHOT_NUMBERS // (num_clients * num_layers * num_clients)))
+    return 1 << (-(-rounds // affordable) - 1).bit_length()
+
+
+def take_snapshot(state: RunState, algorithm: Algorithm) -> None:
+    alpha = algorithm.alpha(state.server)
+    if alpha is not None:
+        state.alphas.append(alpha)
+        state.alpha_rounds.append(state.round)
+
+
+def thin_snapshots(state: RunState, interval: int, rounds: int) -> None:
+    """Leave out the snapshots that a run of this length would not have taken."""
+    kept = [n for n, round in enumerate(state.alpha_rounds) if round % interval == 0 or round == rounds]
+    state.alphas = [state.alphas[position] for position in kept]
+    state.alpha_rounds = [state.alpha_rounds[position] for position in kept]
+
+
+def explain(failure: Failure) -> str:
+    detail = f" ({failure.detail})" if failure.detail else ""
+    hint = ""
+    if failure.reason == "not finite":
+        hint = "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
+    return f"{failure.reason}{detail}{hint}"
+
+
+def describe_round(
+    round: Round, layers: Sequence[str], honest: Tensor, failures: dict[int, dict[str, int]]
+) -> dict[str, Any]:
+    """Return what rounds.jsonl holds of an evaluated round; `failures` are all so far."""
+    assert round.evaluation is not None
+    retained = zip(layers, (~round.sent).sum(0).tolist(), strict=True)
+
+    def short(accuracies: Tensor) -> dict[str, Any]:
+        return {key: value for key, value in summarise(accuracies).items() if key != "per_client"}
+
+    line = {
+        "round": round.round,
+        "accuracy": short(round.evaluation.accuracy),
+        "loss": finite_mean(round.evaluation.loss),
+        "accuracy_after_training": finite_mean(round.after_training.accuracy),
+        "training_loss": finite_mean(round.training_loss),
+        "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
+        **dataclasses.asdict(round.traffic),
+        "cohort": round.cohort.ids.tolist(),
+        "retained": {layer: count for layer, count in retained if count},
+        "failures": failures,
+    }
+    if not honest.all():
+        line["honest"] = {"accuracy": short(round.evaluation.accuracy[honest])}
+    return line
+
+
+def finite_mean(values: Tensor) -> float | None:
+    """Average over the clients that have a value, as `summarise` does; None where there is nothing finite."""
+    mean = values.nanmean().item() if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def run(
+    experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()
+) -> Path:
+    """Run an experiment; return its run folder. With `resume`, continue the run in `out` if there is one.
+
+    `track` names experiment trackers that get every round too: tensorboard, mlflow, wandb.
+    """
+    trackers, built = check_trackers(track), build(experiment)
+    folder = RunFolder(out or next_numbered(RUNS / folder_name(built.experiment)), resume=resume)
+    Run(built, folder, track=trackers).complete()
+    return folder.path
+
+
+def simulate(
+    federation: Federation,
+    model: nn.Module,
+    algorithm: str = "pfedla",
+    *,
+    on_round: Callable[[Round], None] | None = None,
+    progress: bool | None = None,
+    faults: dict[str, Any] | Any = None,
+    **settings: Any,
+) -> Simulation:
+    """Train personal models for all clients of a federation.
+
+    `model` maps a batch to logits; its present weights are the common initialisation. `settings` are those of the
+    experiment file by their short names (`rounds`, `lr`, `local_epochs`, `batch_size`, `participation`, `seed`,
+    `engine`, `threads`, `device`, `norm_bound`, …; docs/experiment-file.md lists them) and the algorithm's own options
+    (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows
+    a progress bar; by default it does so on a terminal.
+    """
+    places = {
+        name: place for name, place in list_settings().items() if place.section not in ("data", "faults")
+    }
+    common = {name: value for name, value in settings.items() if name in places}
+    options = {name: value for name, value in settings.items() if name not in places}
+    values = overlay(nest(common), {"algorithm": {"name": algorithm, **options}})
+    if faults is not None:
+        values["faults"] = faults
+    experiment = Experiment.parse(values)
+    built = build_own(experiment, federation, model)
+    quiet = not (sys.stderr.isatty() if progress is None else progress)
+    with Display(experiment.rounds, quiet=quiet) as display:
+        display.begin(algorithm, experiment.seed)
+        with Run(built, display=display) as run:
+            for round in run:
+                if on_round is not None:
+                    on_round(round)
+            run.finish()
+    assert run.simulation is not None
+    return run.simulation
