@@ -11,8 +11,11 @@ from pfedla.algorithms.ditto import Ditto
 from pfedla.algorithms.fedala import FedALA
 from pfedla.algorithms.fedamp import FedAMP
 from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.fedbabu import FedBABU
 from pfedla.algorithms.fedbn import FedBN
 from pfedla.algorithms.fedfomo import FedFomo
+from pfedla.algorithms.fedper import FedPer
+from pfedla.algorithms.fedprox import FedProx
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.algorithms.finetune import FedAvgFineTuned
 from pfedla.algorithms.lgfedavg import LGFedAvg
@@ -20,18 +23,19 @@ from pfedla.algorithms.local import Local
 from pfedla.algorithms.perfedavg import PerFedAvg
 from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
+from pfedla.algorithms.pfedla_heldout import PFedLAHeldOut
 from pfedla.algorithms.pfedme import PFedMe
 from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
-from pfedla.core.contracts import Algorithm, Task, Training
+from pfedla.core.contracts import Algorithm, Task
 from pfedla.core.errors import NotApplicableError, PfedlaError, shown, unknown
+from pfedla.core.settings import Training
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    kind.name: kind
-    for kind in (
-        Local, FedAvg, FedAvgFineTuned, PerFedAvg, PFedMe, PFedHN, FedBN, FedRep, FedFomo, Ditto, FedAMP, LGFedAvg, FedALA,
-        APFL, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA,
-    )
-}  # fmt: skip
+_GLOBAL = (Local, FedAvg, FedAvgFineTuned, FedProx)
+_PARTIAL = (FedBN, FedPer, FedRep, FedBABU, LGFedAvg)
+_PERSONAL = (PerFedAvg, PFedMe, PFedHN, Ditto, APFL, FedALA)
+_MIXED = (FedFomo, FedAMP, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA, PFedLAHeldOut)
+_KINDS = (*_GLOBAL, *_PARTIAL, *_PERSONAL, *_MIXED)
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS}
 
 
 def find(name: str) -> type[Algorithm]:
@@ -48,8 +52,12 @@ def options_model(kind: type[Algorithm]) -> type[BaseModel]:
     return create_model(kind.__name__, __config__=ConfigDict(extra="forbid", strict=True), **own)
 
 
+def default_options(name: str) -> dict[str, Any]:
+    return {key: field.default for key, field in options_model(find(name)).model_fields.items()}
+
+
 def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """All options of an algorithm, the given ones checked and the others at their defaults."""
+    """Return all options of an algorithm: the given ones, checked, and the defaults of the others."""
     model = options_model(find(name))
     try:
         return model.model_validate(dict(options)).model_dump()
@@ -58,15 +66,19 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
         option = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             raise unknown(f"option of {name}", option, model.model_fields) from None
-        raise PfedlaError(f"algorithm.{option} = {shown(options[option])}: {problem['msg'].lower()}") from None
+        given, reason = shown(options[option]), problem["msg"].lower()
+        raise PfedlaError(f"algorithm.{option} = {given}: {reason}") from None
 
 
 def check_joining(method: Algorithm) -> None:
-    """Refuse a method that cannot take in a client after its run."""
+    """Raise NotApplicableError for a method that no client can join after its run."""
     if method.cannot_join:
         able = ", ".join(name for name, kind in ALGORITHMS.items() if not kind.cannot_join)
-        raise NotApplicableError(f"no client can join a run of {method.name}: {method.cannot_join}; it can with: {able}")
+        why = f"{method.name}: {method.cannot_join}"
+        raise NotApplicableError(f"no client can join a run of {why}; it can with: {able}")
 
 
-def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:
+def create(
+    name: str, task: Task, training: Training, options: Mapping[str, object] | None = None
+) -> Algorithm:
     return find(name)(task=task, training=training, **resolve_options(name, options or {}))

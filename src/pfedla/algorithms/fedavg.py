@@ -1,23 +1,15 @@
 """FedAvg: one global model, the mean of the clients' trained models weighted by their number of examples.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
-BatchNorm's running mean and variance are averaged like parameters, its integer counter is copied, never averaged.
+BatchNorm's running mean and variance are averaged like parameters; its integer counter is copied.
 """
 
 from typing import ClassVar
 
-from pfedla.core.contracts import (
-    Algorithm,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Params,
-    Payload,
-    ServerState,
-    all_sent,
-)
-from pfedla.core.layers import repeat, weighted_mean
+import torch
+
+from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
+from pfedla.core.layers import Params, repeat, weighted_mean
 from pfedla.core.training import sgd
 
 
@@ -26,15 +18,21 @@ class FedAvg(Algorithm):
     summary: ClassVar[str] = "one global model, the weighted mean of all"
     cannot_join: ClassVar[str] = ""
 
+    # Server
+
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"model": self.task.initial()}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        count = len(cohort.ids)
-        return Payload(repeat(server["model"], count), all_sent(count, self.task.layers))
+        sent = torch.ones(len(cohort.ids), len(self.task.layers), dtype=torch.bool)  # every layer
+        return Payload(repeat(server["model"], len(sent)), sent)
 
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+    def aggregate(
+        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
+    ) -> ServerState:
         return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
+
+    # Client
 
     def init_client(self) -> ClientState:
         return {}

@@ -1,6 +1,6 @@
 """FedBN: FedAvg in which every BatchNorm module stays on its client.
 
-Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021, Algorithm 1.
+Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
 """
 
 from typing import ClassVar
@@ -13,12 +13,16 @@ from pfedla.core.errors import NotApplicableError
 
 class FedBN(PartialFedAvg):
     name: ClassVar[str] = "fedbn"
-    summary: ClassVar[str] = "FedAvg, but every BatchNorm stays at home"
+    summary: ClassVar[str] = "FedAvg, but every BatchNorm stays on its client"
 
     def check(self, num_clients: int) -> None:
-        if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.task.module.modules()):
-            raise NotApplicableError("FedBN keeps BatchNorm layers at home, and the model has none")
+        if not any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.task.module.modules()
+        ):
+            raise NotApplicableError("FedBN keeps BatchNorm layers on the client, and the model has none")
 
     def private_layers(self) -> list[int]:
         kinds = self.task.layers.kinds
-        return [layer for layer, kind in enumerate(kinds) if issubclass(kind, nn.modules.batchnorm._BatchNorm)]
+        return [
+            layer for layer, kind in enumerate(kinds) if issubclass(kind, nn.modules.batchnorm._BatchNorm)
+        ]

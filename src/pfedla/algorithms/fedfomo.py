@@ -1,32 +1,25 @@
-"""FedFomo: every client mixes a few other clients' models into its own, by how much each helps on held-out data.
+"""FedFomo: a client mixes a few other clients' models into its own, by how much each helps on held-out data.
 
 Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, section 3.
-Tied to names: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| `_weights`; θ_i += Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i) `_mixed`;
-affinity P and the ε-greedy choice of the models to send `_choices`.
+Names: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| `_weigh`; θ_i += Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i) `_mix`;
+affinity P and the ε-greedy choice of the models to send `_choose`.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.core.contracts import (
-    Algorithm,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Params,
-    Payload,
-    ServerState,
-    generator,
-)
-from pfedla.core.layers import copies, into_corner_, put_, take
-from pfedla.core.settings import Natural
+from pfedla.algorithms.partial import add_prefix, strip_prefix
+from pfedla.core import contracts
+from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
+from pfedla.core.layers import Params, copies, into_corner_, put_, take
+from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
 PREFIX = "candidate/"
+START = "start/"  # before the name of a parameter: of the model that the last training started from
 
 
 class FedFomo(Algorithm):
@@ -35,10 +28,17 @@ class FedFomo(Algorithm):
     personalizes_on_data: ClassVar[bool] = True
     cannot_join: ClassVar[str] = ""
 
-    candidates: Natural = 5  # M: other clients' models sent to each client, at most all
-    epsilon: Annotated[float, Field(ge=0, le=1)] = 0.3  # share of the candidates chosen at random, in the first round
-    epsilon_decay: Annotated[float, Field(ge=0, le=1)] = 0.05  # taken off in every round
-    validation_share: Annotated[float, Field(gt=0, le=0.9)] = 0.2  # of each client's training data, held out
+    candidates: Natural = 5
+    """M, how many other clients' models each client is sent, at most all."""
+    epsilon: Chance = 0.3
+    """ε, the chance that a candidate is chosen at random, in the first round."""
+    epsilon_decay: Chance = 0.05
+    """How much is taken off ε in every round."""
+    validation_share: Annotated[float, Field(gt=0, le=0.9)] = 0.2
+    """Share of each client's training data that is held out to judge the candidates."""
+    reference: Literal["trained", "start"] = "trained"
+    """The model θ_i that candidates are compared with. trained: the client's own. start: the one that its
+    last training started from, with the trained model among the candidates, as in the authors' code."""
 
     def held_out_share(self, download: Payload) -> float:
         return self.validation_share
@@ -47,52 +47,58 @@ class FedFomo(Algorithm):
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {
-            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # everyone's last trained
-            "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # P[i, n]: how much n has helped i so far
+            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # last trained
+            "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # [i, n]: how n has helped i
         }
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         fresh = self.init_server(len(server["affinity"]["affinity"]) + 1, seed)
         return {group: into_corner_(fresh[group], part) for group, part in server.items()}
 
-    def _choices(self, server: ServerState, cohort: Cohort) -> Tensor:
-        """[cohort, M] ids of the models each client is sent: a slot is drawn with probability ε, else filled by affinity."""
+    def _choose(self, server: ServerState, cohort: Cohort) -> Tensor:
+        """Return [cohort, M] ids of the models to send: drawn with probability ε, else by affinity."""
         affinity = server["affinity"]["affinity"]
         num_clients = len(affinity)
         count = min(self.candidates, num_clients - 1)
         epsilon = max(0.0, self.epsilon - self.epsilon_decay * (cohort.round - 1))
         rows = []
         for client in cohort.ids.tolist():
-            draws = generator(cohort.seed, "candidates", cohort.round, client)
-            shuffled = torch.randperm(num_clients, generator=draws)  # equal affinities are ordered by the seed
+            draws = contracts.generator(cohort.seed, "candidates", cohort.round, client)
+            shuffled = torch.randperm(
+                num_clients, generator=draws
+            )  # equal affinities are ordered by the seed
             best_first = shuffled[affinity[client, shuffled].argsort(descending=True, stable=True)].tolist()
             best_first.remove(client)
-            at_random = (torch.rand(count, generator=draws) < epsilon).tolist()
-            rows.append(
-                [best_first.pop(int(torch.randint(len(best_first), (), generator=draws)) if r else 0) for r in at_random]
-            )
+            row = []
+            for at_random in (torch.rand(count, generator=draws) < epsilon).tolist():
+                position = int(torch.randint(len(best_first), (), generator=draws)) if at_random else 0
+                row.append(best_first.pop(position))
+            rows.append(row)
         return torch.tensor(rows, dtype=torch.int64).view(len(rows), count)
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        """No tensors: a client starts from its own model. The candidates' always travel, so they are extras."""
-        candidates = take(server["models"], self._choices(server, cohort))
+        """Return the candidates as extras, which always travel, and no tensors of the model."""
+        candidates = take(server["models"], self._choose(server, cohort))
         nothing = torch.zeros(len(cohort.ids), len(self.task.layers), dtype=torch.bool)
-        return Payload({}, nothing, {PREFIX + name: value for name, value in candidates.items()})
+        return Payload({}, nothing, add_prefix(PREFIX, candidates))
 
     def upload_like(self, download: Payload) -> Payload:
-        candidates = {name.removeprefix(PREFIX): value for name, value in download.extras.items()}
+        candidates = strip_prefix(PREFIX, download.extras)
         count = len(next(iter(candidates.values())))
         own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
         return Payload(own, torch.ones_like(download.sent), {"weights": torch.empty(count, device="meta")})
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        return take(server["models"], cohort.ids)  # a client starts from its own model, which is what it uploaded last
+        return take(
+            server["models"], cohort.ids
+        )  # a client starts from its own model, which is what it uploaded last
 
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+    def aggregate(
+        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
+    ) -> ServerState:
         affinity = server["affinity"]["affinity"]
-        weights = uploads.extras["weights"].to(affinity.dtype)
-        # The choice is a function of what is here, so it need not travel.
-        rows = affinity[cohort.ids].scatter_add(1, self._choices(server, cohort), weights)
+        choices = self._choose(server, cohort)  # a function of the server's state: it need not travel
+        rows = affinity[cohort.ids].scatter_add(1, choices, uploads.extras["weights"])
         put_(server["models"], cohort.ids, uploads.tensors)
         put_(server["affinity"], cohort.ids, {"affinity": rows})
         return server
@@ -100,52 +106,57 @@ class FedFomo(Algorithm):
     # Client
 
     def init_client(self) -> ClientState:
-        return self.task.initial()
+        initial: ClientState = self.task.initial()
+        return initial | self._remember(initial)
 
-    def _weights(self, client: ClientState, candidates: Params, count: int, data: LocalData) -> Tensor:
-        """[M], signed: the fall of the held-out loss from the own model to each candidate, per distance between them."""
-        if not count or not len(data.held_out_y):  # a client of few examples holds none out: it cannot tell, and keeps its own
+    def _remember(self, start: Params) -> ClientState:
+        """Return what the client keeps of the model that its training starts from."""
+        return add_prefix(START, self.task.layers.parameters(start)) if self.reference == "start" else {}
+
+    def _weigh(self, reference: Params, candidates: Params, count: int, data: LocalData) -> Tensor:
+        """Return [count] signed weights: how far a candidate lowers the held-out loss, per distance to it."""
+        x, y = data.held_out_x, data.held_out_y
+        if not count or not len(y):  # a client of few examples holds none out and cannot judge
             return torch.zeros(count, device=data.x.device)
-        own_loss = evaluate(self.task, client, data.held_out_x, data.held_out_y)[1]
-        # A candidate is judged with the client's own statistics: they would be used with it.
+        own_loss = evaluate(self.task, reference, x, y)[1]
         falls, squares = [], []
         for number in range(count):
-            candidate = take(candidates, number)
-            loss = evaluate(self.task, {**client, **candidate}, data.held_out_x, data.held_out_y)[1]
-            falls.append(own_loss - loss)
-            squares.append(torch.stack([(value - client[name]).square().sum() for name, value in candidate.items()]).sum())
-        fall, distance = torch.stack(falls), torch.stack(squares).sqrt()
-        # Equal models (all are, in the first round) are 0/0, and a broken one has no loss: neither says anything.
-        weights = fall / torch.where(distance > 0, distance, 1.0)
-        return torch.where((distance > 0) & weights.isfinite() & self._can_judge(client), weights, 0.0)
+            candidate = take(candidates, number)  # judged with the client's own statistics
+            falls.append(own_loss - evaluate(self.task, reference | candidate, x, y)[1])
+            gaps = [(value - reference[name]).square() for name, value in candidate.items()]
+            squares.append(torch.stack([gap.sum(dtype=own_loss.dtype) for gap in gaps]).sum())
+        distance = torch.stack(squares).sqrt()
+        # Equal models (all are, in the first round) are 0/0, and a broken one has no loss: both weigh 0.
+        weights = torch.stack(falls) / torch.where(distance > 0, distance, 1.0)
+        sound = (distance > 0) & weights.isfinite()
+        if self.task.layers.statistics:  # a client that never trained has none to judge with
+            sound = sound & data.has_trained
+        return torch.where(sound, weights, 0.0)
 
-    def _can_judge(self, client: ClientState) -> Tensor:
-        """A client that never trained has no BatchNorm statistics to judge candidates with: it keeps its own model."""
-        initial = self.task.layers.only_statistics(self.task.initial())
-        if not initial:
-            return torch.ones((), dtype=torch.bool, device=next(iter(client.values())).device)
-        return ~torch.stack([(client[name] == value.to(client[name].device)).all() for name, value in initial.items()]).all()
-
-    def _mixed(self, client: ClientState, download: Payload, data: LocalData) -> tuple[Params, Tensor]:
-        """The own model moved towards the candidates that help, and the signed weights; if none does, the own model."""
-        candidates = {name.removeprefix(PREFIX): value for name, value in download.extras.items()}
-        count = len(next(iter(candidates.values()), ()))
-        weights = self._weights(client, candidates, count, data)
+    def _mix(self, client: ClientState, download: Payload, data: LocalData) -> tuple[Params, Tensor]:
+        """Return the reference moved to the candidates that help, and the received ones' signed weights."""
+        candidates = strip_prefix(PREFIX, download.extras)
+        count = received = len(next(iter(candidates.values())))
+        reference = {name: value for name, value in client.items() if not name.startswith(START)}
+        if self.reference == "start":
+            candidates = {name: torch.cat([value, client[name][None]]) for name, value in candidates.items()}
+            reference |= strip_prefix(START, client)
+            count += 1
+        weights = self._weigh(reference, candidates, count, data)
         positive = weights.relu()
         total = positive.sum()
         share = positive / torch.where(total > 0, total, 1.0)
-        moved = {
-            name: client[name] + torch.tensordot(share.to(value.dtype), value - client[name], 1)
-            for name, value in candidates.items()
-            if count
-        }
-        return {**client, **moved}, weights
+        for name, value in candidates.items() if count else ():
+            step = torch.tensordot(share.to(value.dtype), value - reference[name], 1)
+            reference[name] = reference[name] + step
+        return reference, weights[:received].float()
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        mixed, weights = self._mixed(client, download, data)
+        mixed, weights = self._mix(client, download, data)
         model, loss = sgd(self.task, mixed, data, self.training)
-        upload = Payload(self.task.layers.parameters(model), torch.ones_like(download.sent), {"weights": weights})
-        return LocalResult(model, upload, model, loss)
+        sent, extras = torch.ones_like(download.sent), {"weights": weights}
+        upload = Payload(self.task.layers.parameters(model), sent, extras=extras)
+        return LocalResult(client=model | self._remember(mixed), upload=upload, model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return self._mixed(client, download, data)[0]
+        return self._mix(client, download, data)[0]

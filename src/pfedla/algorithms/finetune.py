@@ -1,35 +1,30 @@
-"""FedAvg with fine-tuning: the global model, trained a little more on a client's own data before it is used there.
+"""FedAvg with fine-tuning: the global model is trained a little more on a client's own data before use.
 
-The usual second baseline of personalised federated learning; reported under its own name, because its training is FedAvg's
-and only the model that is deployed differs.
+Its training is FedAvg's, only the deployed model differs: the usual second baseline of personalised methods.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.partial import PartialFedAvg, resolve_epochs
 from pfedla.core.contracts import ClientState, LocalData, Params, Payload
-from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import finite_or
-from pfedla.core.settings import Positive
+from pfedla.core.settings import AUTO, Auto, Positive
 from pfedla.core.training import sgd
 
 
-class FedAvgFineTuned(FedAvg):
+class FedAvgFineTuned(PartialFedAvg):
     name: ClassVar[str] = "fedavg-ft"
     summary: ClassVar[str] = "FedAvg, fine-tuned on the client before use"
     personalizes_on_data: ClassVar[bool] = True
+    sends_statistics: ClassVar[bool] = True
 
-    fine_tuning_epochs: Positive | Literal["auto"] = "auto"  # auto: as many as the local budget
+    fine_tuning_epochs: Positive | Auto = AUTO
+    """Epochs of fine-tuning on the client's training data, at most the local budget. auto: all of it."""
 
     def check(self, num_clients: int) -> None:
-        if self._epochs() > self.training.local_epochs:
-            raise PfedlaError(
-                f"fine_tuning_epochs = {self._epochs()}, but the local budget is {self.training.local_epochs} epochs; use fewer"
-            )
-
-    def _epochs(self) -> int:
-        return self.training.local_epochs if self.fine_tuning_epochs == "auto" else self.fine_tuning_epochs
+        resolve_epochs("fine_tuning_epochs", self.fine_tuning_epochs, self.training)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        tuned, _ = sgd(self.task, download.tensors, data, self.training, epochs=range(self._epochs()))
-        return finite_or(tuned, download.tensors)  # who breaks a model by fine-tuning does without
+        epochs = resolve_epochs("fine_tuning_epochs", self.fine_tuning_epochs, self.training)
+        tuned, _ = sgd(self.task, download.tensors, data, self.training, epochs=epochs)
+        return finite_or(tuned, download.tensors)  # if fine-tuning diverges, the global model is used

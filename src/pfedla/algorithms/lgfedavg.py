@@ -1,6 +1,6 @@
 """LG-FedAvg: a representation of one's own, shared last layers.
 
-Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020, Algorithm 1.
+Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
 """
 
 from typing import ClassVar
@@ -14,12 +14,14 @@ class LGFedAvg(PartialFedAvg):
     name: ClassVar[str] = "lg-fedavg"
     summary: ClassVar[str] = "a representation of one's own, shared last layers"
 
-    shared_layers: Positive = 1  # counted from the output
+    shared_layers: Positive = 1
+    """How many layers are shared, counted from the output."""
 
     def check(self, num_clients: int) -> None:
-        if self.shared_layers >= len(self.task.layers):
+        count = len(self.task.layers)
+        if self.shared_layers >= count:
             raise NotApplicableError(
-                f"shared_layers = {self.shared_layers}, but the model has {len(self.task.layers)} layers: none would be local"
+                f"shared_layers = {self.shared_layers} of {count} layers: none would be local"
             )
 
     def private_layers(self) -> list[int]:

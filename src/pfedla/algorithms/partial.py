@@ -1,112 +1,99 @@
-"""What methods have in common: layers that stay at home, parameters that all travel, servers that keep everyone's model."""
+"""FedAvg on some of the layers, the base of many methods, and what these methods check."""
 
-from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pfedla.core.contracts import (
-    Algorithm,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Params,
-    Payload,
-    ServerState,
-    all_sent,
-)
-from pfedla.core.layers import append_mean_row, copies, inner_products, mix, put_, repeat, take, weighted_mean
+from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
+from pfedla.core.errors import NotApplicableError, PfedlaError
+from pfedla.core.layers import Layers, Params, repeat, weighted_mean
+from pfedla.core.settings import Auto, Training
 from pfedla.core.training import sgd
 
 
 class PartialFedAvg(Algorithm):
-    """A method says which layers are private and, if it differs, how a client trains."""
+    """FedAvg on the layers that are not private. A method names the private ones or trains in its own way.
 
-    cannot_join: ClassVar[str] = ""  # a newcomer trains what is private
+    The private layers and the statistics are the client's state. Everything else travels and is averaged.
+    """
 
-    @abstractmethod
-    def private_layers(self) -> list[int]: ...
+    cannot_join: ClassVar[str] = ""  # an unseen client gets the shared layers and trains what is private
+    sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
 
-    def _sent(self) -> Tensor:
-        sent = torch.ones(len(self.task.layers), dtype=torch.bool)
-        sent[self.private_layers()] = False
-        return sent
+    def private_layers(self) -> list[int]:
+        """Return the positions of the layers that stay on the client."""
+        return []
 
-    def _is_private(self, name: str) -> bool:
-        """A private layer's tensors, and all statistics: they belong to the client's data."""
-        return name in self.task.layers.statistics or self.task.layers.index[name] in self.private_layers()
-
-    def _shared(self, tensors: Params) -> Params:
-        return {name: value for name, value in tensors.items() if not self._is_private(name)}
-
-    # Server: FedAvg on what is shared
+    def share(self, tensors: Params) -> Params:
+        """Return the tensors that travel."""
+        layers, private = self.task.layers, self.private_layers()
+        kept = {name for name in tensors if layers.index[name] in private}
+        kept |= set() if self.sends_statistics else layers.statistics
+        return {name: value for name, value in tensors.items() if name not in kept}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {"model": self._shared(self.task.initial())}
+        return {"model": self.share(self.task.initial())}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        count = len(cohort.ids)
-        return Payload(repeat(server["model"], count), self._sent().expand(count, -1))
+        sent = torch.ones(len(cohort.ids), len(self.task.layers), dtype=torch.bool)
+        sent[:, self.private_layers()] = False
+        return Payload(repeat(server["model"], len(sent)), sent)
 
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+    def aggregate(
+        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
+    ) -> ServerState:
         return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
 
-    # Client
-
     def init_client(self) -> ClientState:
-        return {name: value for name, value in self.task.initial().items() if self._is_private(name)}
-
-    def _train(self, model: Params, data: LocalData) -> tuple[Params, Tensor]:
-        return sgd(self.task, model, data, self.training)
+        initial = self.task.initial()
+        return {name: value for name, value in initial.items() if name not in self.share(initial)}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        model, loss = self._train({**download.tensors, **client}, data)
-        private = {name: model[name] for name in client}
-        return LocalResult(private, Payload(self._shared(model), download.sent), model, loss)
+        trained = sgd(self.task, {**download.tensors, **client}, data, self.training)
+        return keep_and_send(client, download, *trained)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return {**download.tensors, **client}
 
 
-class SendsParameters(PartialFedAvg):
-    """All parameters travel, BatchNorm's statistics stay at home; on the server FedAvg, unless a method says otherwise."""
+def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
+    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
+    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
+    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)
 
-    def private_layers(self) -> list[int]:
-        return []
+
+def add_prefix(prefix: str, tensors: Params) -> Params:
+    return {prefix + name: value for name, value in tensors.items()}
 
 
-class KeepsAllModels(SendsParameters):
-    """The server keeps everyone's last trained parameters and mixes them by weights that it computes from them."""
+def strip_prefix(prefix: str, tensors: Params) -> Params:
+    """Return the tensors whose names begin with `prefix`, under the rest of their names."""
+    return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
 
-    @abstractmethod
-    def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
-        """[receivers, layers, clients], rows summing to one."""
 
-    def alpha(self, server: ServerState) -> Tensor:
-        return self._alpha(server, torch.arange(len(next(iter(server["models"].values()))))).float()
+def find_private(private: str, layers: Layers) -> list[int]:
+    """Return the layers that an option `private` names: "head" is the last Linear layer, "" is none."""
+    if private != "head":
+        found = layers.positions(name.strip() for name in private.split(",") if name.strip())
+    else:
+        found = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)][-1:]
+        if not found:
+            raise NotApplicableError('private = "head" is the last Linear layer, and the model has none')
+    if len(set(found)) == len(layers):
+        raise NotApplicableError(f'private = "{private}" is the whole model: no layer would be shared')
+    return found
 
-    def _products(self, server: ServerState, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Inner products of the models of `ids` with all, [receivers, layers, clients], and the squared lengths of all,
-        [clients, layers]; in double, as what is made of them are differences and quotients."""
-        layers = self.task.layers
-        models = {name: value.flatten(1).double() for name, value in server["models"].items()}
-        squares = torch.zeros(len(next(iter(models.values()))), len(layers), dtype=torch.float64)
-        for name, value in models.items():
-            squares[:, layers.index[name]] += value.square().sum(1)
-        return inner_products(take(models, ids), models, layers), squares
 
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        return {"models": append_mean_row(server["models"])}
+def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range:
+    """Return the first epochs of the local budget that an option asks for, "auto" for all; refuse more."""
+    budget = training.local_epochs
+    if epochs != "auto" and epochs > budget:
+        raise PfedlaError(f"{option} = {epochs}, but the local budget is {budget} epochs; use fewer")
+    return range(budget if epochs == "auto" else epochs)
 
-    def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
 
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self._alpha(server, cohort.ids), server["models"], self.task.layers)
-        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
-
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        put_(server["models"], cohort.ids, uploads.tensors)
-        return server
+def check_pull(option: str, pull: float, lr: float) -> None:
+    """Refuse a pull with which every step would throw the model past the one that it is pulled to."""
+    if lr * pull >= 1:
+        raise PfedlaError(f"{option} = {pull:g} times the learning rate {lr:g} should be below 1; lower it")
