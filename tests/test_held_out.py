@@ -1,162 +1,232 @@
-"""pFedLA's own rule: weights learned from examples that are held out of training, in its first rounds after a warm-up."""
+"""pfedla-heldout: weights learned from examples that are not trained on, with gradients sent as sketches."""
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HELD_OUT, TinyNet, engine_for, make, play
-from torch.func import functional_call
+from conftest import TinyNet, assert_same, budget, engine_for, make, play, received
+from torch import Tensor
+from torch.func import functional_call, vmap
 
-from pfedla.algorithms.hypernetworks import LayerWeightHypernetwork, layer_gradient, unit_free
-from pfedla.core.contracts import Payload
-from pfedla.core.rounds import everyone
+from pfedla.algorithms import create, pfedla, pfedla_heldout
+from pfedla.algorithms.pfedla import FreeLayerWeights, LayerWeightHypernetwork, features_of
+from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
+from pfedla.core.contracts import Algorithm, LocalData, Params, Payload, ServerState
+from pfedla.core.models import build_model
+from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
-from pfedla.runs.experiment import Experiment, build
+
+UNIFORM = torch.full((6, 2, 6), 1 / 6)
 
 
-def test_a_client_sends_the_gradient_of_what_it_did_not_train_on(federation: Federation) -> None:
+def test_until_the_weights_are_frozen_no_held_out_example_is_trained_on(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the warm-up; afterwards all examples are."""
+    trained: list[tuple[set, set]] = []  # by client and round: what it trained on, what it held out
+
+    def record(task: object, tensors: Params, data: LocalData, *rest: object) -> tuple[Params, Tensor]:
+        trained.append(({*map(tuple, data.x.tolist())}, {*map(tuple, data.held_out_x.tolist())}))
+        return train(task, tensors, data, *rest)
+
+    train = pfedla.sgd
+    monkeypatch.setattr(pfedla, "sgd", record)
+    play(make("pfedla-heldout", warm_up=2, learning_rounds=2), federation, rounds=range(1, 7), threads=1)
+    examples = {*chain.from_iterable(map(tuple, one.x.tolist()) for one in federation.train)}
+    before, after = trained[: 4 * 6], trained[4 * 6 :]
+    held_out = set.union(*(apart for _, apart in trained))
+    assert len(held_out) == sum(int(0.2 * len(one.y)) for one in federation.train)
+    for number in range(4):
+        used = set.union(*(used for used, _ in before[6 * number : 6 * number + 6]))
+        assert used == examples - held_out
+    assert all(set.union(*(used for used, _ in after[first : first + 6])) == examples for first in (0, 6))
+    assert not any(apart for _, apart in after)
+
+
+def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation) -> None:
     """The slow twin: autograd of the plain module at what the client was sent."""
-    algorithm = make("pfedla", **HELD_OUT)
+    algorithm = make("pfedla-heldout")
     cohort = everyone(federation.num_examples, 1, 0)
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
+    with engine_for(algorithm, federation) as engine:
         downloads = algorithm.download(algorithm.init_server(6, 0), cohort)
         answers = engine.train(cohort, downloads)
         for client in (1, 3):  # of 14 and 20 examples
-            data = engine.client(client).local_data(cohort, downloads.rows(client))
-            assert len(data.held_out_y) == int(0.2 * len(federation.train[client].y)) >= 2
-            assert len(data.y) + len(data.held_out_y) == len(federation.train[client].y)
-            start = {name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()}
+            data = engine.client(client).local_data(cohort, downloads.rows(client), has_trained=False)
+            start = {
+                name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()
+            }
             F.cross_entropy(functional_call(TinyNet(), start, (data.held_out_x,)), data.held_out_y).backward()
-            for name, value in start.items():
-                torch.testing.assert_close(answers[client].upload.extras[f"wish.{name}"], -value.grad)
-        few = answers[0].upload.extras  # of 9 examples it holds out one, too few for BatchNorm: it wishes nothing
-        assert not any(value.any() for value in few.values())
+            for layer in ("fc1", "fc2"):
+                parts = [start[f"{layer}.{part}"].grad.flatten() for part in ("weight", "bias")]
+                torch.testing.assert_close(answers[client].upload.extras[GRADIENT + layer], torch.cat(parts))
+    few = answers[0].upload.extras  # of 9 examples it holds out one, too few for BatchNorm
+    assert not any(value.any() for value in few.values())
+
+
+def one_round(algorithm: Algorithm, federation: Federation, server: ServerState, round: int) -> tuple:
+    cohort = everyone(federation.num_examples, round, 0)
+    downloads = algorithm.download(server, cohort)
+    with engine_for(algorithm, federation) as engine:
+        return cohort, downloads, received(engine, cohort, downloads).uploads
 
 
 def test_the_weights_move_down_the_held_out_loss_and_nothing_else_moves_them(federation: Federation) -> None:
-    algorithm = make("pfedla", hypernetwork="compact", hypernetwork_lr=1e-3, **HELD_OUT)
-    played, _ = play(algorithm, federation, rounds=range(1, 3))
-    server, cohort = played[-1].server, everyone(federation.num_examples, 3, 0)
-    downloads = algorithm.download(server, cohort)
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
-        answers = engine.train(cohort, downloads)
-        held_out = [engine.client(client).local_data(cohort, downloads)[-2:] for client in range(6)]
-    uploads = Payload(
-        {name: torch.stack([a.upload.tensors[name] for a in answers]) for name in downloads.tensors},
-        downloads.sent,
-        {name: torch.stack([a.upload.extras[name] for a in answers]) for name in answers[0].upload.extras},
-    )
+    algorithm = make("pfedla-heldout", hypernetwork="compact", hypernetwork_lr=1e-3)
+    server = play(algorithm, federation, rounds=range(1, 3))[0][-1].server
+    cohort, downloads, uploads = one_round(algorithm, federation, server, 3)
     after = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, uploads)
-
-    def loss(hypernetworks: dict, client: int) -> float:
-        mixed = algorithm.download({**server, "hypernetworks": hypernetworks}, cohort).rows(client).tensors
-        x, y = held_out[client]
-        return F.cross_entropy(functional_call(TinyNet(), mixed, (x,)), y).item()
-
-    for client in (1, 3, 4):
-        assert loss(after["hypernetworks"], client) < loss(server["hypernetworks"], client)
+    with engine_for(algorithm, federation) as engine:
+        for client in (1, 3, 4):
+            data = engine.client(client).local_data(cohort, downloads, has_trained=True)
+            losses = []
+            for hypernetworks in (server["hypernetworks"], after["hypernetworks"]):
+                mixed = (
+                    algorithm.download({**server, "hypernetworks": hypernetworks}, cohort)
+                    .rows(client)
+                    .tensors
+                )
+                logits = functional_call(TinyNet(), mixed, (data.held_out_x,))
+                losses.append(F.cross_entropy(logits, data.held_out_y).item())
+            assert losses[1] < losses[0]
     elsewhere = uploads._replace(tensors={name: value + 1 for name, value in uploads.tensors.items()})
     same = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, elsewhere)
-    assert torch.equal(same["hypernetworks"]["logits"], after["hypernetworks"]["logits"])
+    assert_same(same["hypernetworks"], after["hypernetworks"])
 
 
 @pytest.mark.parametrize("form", ["network", "compact"])
 def test_equal_models_leave_the_weights_uniform(federation: Federation, form: str) -> None:
-    """All start from one initialisation: what differs in the first round is rounding, and must not be scaled up to a step."""
-    algorithm = make("pfedla", hypernetwork=form, **HELD_OUT)
+    """All start from one initialisation: in the first round they differ by rounding alone."""
+    algorithm = make("pfedla-heldout", hypernetwork=form)
     played, _ = play(algorithm, federation, rounds=range(1, 3))
-    assert torch.equal(algorithm.alpha(played[0].server), torch.full((6, 2, 6), 1 / 6))
-    assert not torch.equal(algorithm.alpha(played[1].server), torch.full((6, 2, 6), 1 / 6))
+    assert torch.equal(algorithm.alpha(played[0].server), UNIFORM)
+    assert not torch.equal(algorithm.alpha(played[1].server), UNIFORM)
 
 
-def test_the_weights_stay_before_and_after_they_are_learned_and_then_all_data_are_trained_on(federation: Federation) -> None:
-    algorithm = make("pfedla", rule="held-out", warm_up=2, learning_rounds=1)
+def test_the_weights_stay_before_and_after_they_are_learned(federation: Federation) -> None:
+    algorithm = make("pfedla-heldout", warm_up=2, learning_rounds=1)
     played, _ = play(algorithm, federation, rounds=range(1, 6))
     alphas = [algorithm.alpha(one.server) for one in played]
     assert torch.equal(alphas[0], alphas[1])
     assert not torch.equal(alphas[1], alphas[2])
     assert torch.equal(alphas[2], alphas[4])
     model = 6 * 4 * 53
-    up = [one.traffic.up_bytes for one in played]
-    assert up == [model, 2 * model, 4 * model, 5 * model, 6 * model]  # while it is learned a gradient too
+    # While they are learned, the gradient goes up too: the layers of this net are too small to be sketched.
+    assert [one.traffic.up_bytes for one in played] == [model, 2 * model, 4 * model, 5 * model, 6 * model]
     few, _ = play(algorithm, federation, rounds=range(1, 11), participation=0.5)
-    up = [one.traffic.up_bytes * 2 // model for one in few]
-    assert up == [1, 2, 3, 4, 6, 8, 9, 10, 11, 12]  # half take part: before and while it is learned, twice as long
+    halves = [one.traffic.up_bytes * 2 // model for one in few]
+    assert halves == [1, 2, 3, 4, 6, 8, 9, 10, 11, 12]  # half take part: every phase lasts twice as long
 
 
-def test_auto_is_the_pace_of_the_rule_and_what_is_asked_for_stays() -> None:
-    assert make("pfedla", rule="held-out").pace == (5, 10)
-    assert make("pfedla", rule="paper").pace == (0, "all")
-    assert make("heurpfedla", rule="paper", warm_up=1, learning_rounds=2).pace == (1, 2)
-
-
-def test_a_unit_free_gradient_is_the_slope_along_the_way_to_each_sender_and_rounding_is_nothing() -> None:
+def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(
+    federation: Federation,
+) -> None:
     """The slow twin: differences of whole models, one pair at a time, in float64."""
-    layers, draw = make("local").task.layers, torch.Generator().manual_seed(0)
-    shapes = {"fc1.weight": (5, 6), "fc1.bias": (5,), "fc2.weight": (3, 5), "fc2.bias": (3,)}
-    models, start, delta = ({n: torch.randn(rows, *shape, generator=draw) for n, shape in shapes.items()} for rows in (4, 2, 2))
-    gradient = layer_gradient(delta, models, layers)
-    all_sent = torch.ones(2, 2, dtype=torch.bool)
-    found = unit_free(gradient, delta, start, models, layers, all_sent)
+    algorithm = make("pfedla-heldout", retained_layers=1, sketch="exact")
+    server, layers = play(algorithm, federation, rounds=range(1, 3))[0][-1].server, algorithm.task.layers
+    _, downloads, uploads = one_round(algorithm, federation, server, 3)
+    sent = torch.tensor([[True, True], *[[True, False]] * 5])
+    found = algorithm.gradient(server, downloads._replace(sent=sent), uploads)
 
-    def flat(tensors: dict, row: int, layer: str = "fc") -> torch.Tensor:
-        return torch.cat([tensors[name][row].double().flatten() for name in shapes if name.startswith(layer)])
+    def flat(tensors: Params, row: int, layer: str) -> Tensor:
+        return torch.cat([tensors[f"{layer}.{part}"][row].double().flatten() for part in ("weight", "bias")])
 
-    for receiver in range(2):
-        ways = [flat(models, sender) - flat(start, receiver) for sender in range(4)]
-        unit = flat(delta, receiver).norm() * torch.stack(ways).square().sum(1).mean().sqrt()
+    for i in (1, 3):
+        counted = [name for name, one in zip(layers.names, sent[i], strict=True) if one]
+        gradients = {name: uploads.extras[GRADIENT + name][i].double() for name in layers.names}
+        norm = torch.cat([gradients[name] for name in counted]).norm()
+        ways = {
+            n: [flat(server["models"], j, n) - flat(downloads.tensors, i, n) for j in range(6)]
+            for n in layers.names
+        }
+        distance = sum(torch.stack(ways[name]).square().sum(1) for name in counted).mean().sqrt()
         for layer, name in enumerate(layers.names):
-            wants = flat(delta, receiver, name)
-            slopes = (
-                torch.stack([wants @ (flat(models, sender, name) - flat(start, receiver, name)) for sender in range(4)]) / unit
-            )
-            torch.testing.assert_close(found[receiver, layer], (slopes - slopes.mean()).float())
-    without = unit_free(gradient, delta, start, models, layers, torch.tensor([[True, False], [True, True]]))
-    elsewhere = {**delta, "fc2.weight": delta["fc2.weight"] + 1, "fc2.bias": delta["fc2.bias"] - 1}
-    moved = unit_free(gradient, elsewhere, start, models, layers, torch.tensor([[True, False], [True, True]]))
-    assert torch.equal(without[0, 0], moved[0, 0])  # a layer that was not sent has no say in the unit
-    assert not torch.equal(without[0, 0], found[0, 0])
-    assert torch.equal(without[1], found[1])
-    larger = {name: 1000 * value for name, value in delta.items()}
-    torch.testing.assert_close(unit_free(1000 * gradient, larger, start, models, layers, all_sent), found)
-    equal = {
-        name: value[:1].expand_as(value) * (1 + 1e-7 * torch.rand(value.shape, generator=draw))
-        for name, value in models.items()
+            slopes = torch.stack([-gradients[name] @ way for way in ways[name]]) / (norm * distance)
+            expected = 6 * (slopes - slopes.mean())
+            torch.testing.assert_close(found[i, layer].double(), expected, rtol=1e-3, atol=1e-4)
+    larger = uploads._replace(extras={name: 1000 * value for name, value in uploads.extras.items()})
+    torch.testing.assert_close(algorithm.gradient(server, downloads._replace(sent=sent), larger), found)
+    nothing = uploads._replace(extras={name: 0 * value for name, value in uploads.extras.items()})
+    assert not algorithm.gradient(server, downloads, nothing).any()
+
+
+def test_a_damped_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:
+    network, free = LayerWeightHypernetwork(num_senders=3, num_layers=2), FreeLayerWeights(3, 2)
+    tensors = {
+        name: value.double() for name, value in network.init(2, torch.Generator().manual_seed(0)).items()
     }
-    same = {name: value[:1] for name, value in models.items()}
-    assert not unit_free(layer_gradient(same, equal, layers), same, same, equal, layers, all_sent[:1]).any()
-    nothing = {name: torch.zeros_like(value) for name, value in delta.items()}
-    assert not unit_free(layer_gradient(nothing, models, layers), nothing, start, models, layers, all_sent).any()
-
-
-def test_a_tamed_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:
-    network = LayerWeightHypernetwork(num_senders=3, num_layers=2)
-    tensors = {name: value.double() for name, value in network.init(2, torch.Generator().manual_seed(0)).items()}
-    gradient, own = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1)).double(), torch.arange(2)
-    free = network._free()
-    compact = free.step({"logits": torch.zeros(2, 2, 3, dtype=torch.float64)}, own, gradient, 0.5)
-    moved = network.step(tensors, own, gradient, 0.5, tamed=True)
-    torch.testing.assert_close(network.alpha(moved, own), free.alpha(compact, own))  # with heads of zero the trunk is still
-    plain, tamed = (network.step(moved, own, gradient, 0.5, tamed=tamed) for tamed in (False, True))
-    hidden = torch.stack([network._hidden_of_one({n: v[i] for n, v in moved.items()}) for i in range(2)])
-    shrunk = 0.1 / (1 + hidden.square().sum(-1))
+    gradient = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1)).double()
+    compact = free.step({"logits": torch.zeros(2, 2, 3, dtype=torch.float64)}, gradient, 0.5)
+    moved = network.step(tensors, gradient, 0.5, damped=True)
+    torch.testing.assert_close(
+        network.alpha(moved), free.alpha(compact)
+    )  # with heads of zero the trunk is still
+    plain, damped = (network.step(moved, gradient, 0.5, damped=damped) for damped in (False, True))
+    share = 0.1 / (1 + features_of(moved).square().sum(-1))
     for name in ("embedding", "trunk1.weight"):
-        steps = [after[name] - moved[name] for after in (tamed, plain)]
-        torch.testing.assert_close(steps[0], steps[1] * shrunk.view(-1, *[1] * (steps[1].ndim - 1)))
-
-
-def test_one_weight_for_the_whole_model_is_the_same_for_all_layers(federation: Federation) -> None:
-    for options in (HELD_OUT, {}):
-        algorithm = make("pfedla", weights="model", **options)
-        played, _ = play(algorithm, federation)
-        alpha = algorithm.alpha(played[-1].server)
-        torch.testing.assert_close(alpha[:, 0], alpha[:, 1])
-        assert not torch.allclose(alpha, torch.full_like(alpha, 1 / 6), atol=1e-4)
+        steps = [after[name] - moved[name] for after in (damped, plain)]
+        torch.testing.assert_close(steps[0], steps[1] * share.view(-1, *[1] * (steps[1].ndim - 1)))
 
 
 def test_a_run_that_ends_before_the_weights_are_learned_says_so() -> None:
-    short = {"rounds": 50, "participation": 0.1, "data": {"dataset": "digits"}, "algorithm": {"name": "heurpfedla"}}
-    assert "takes part in 5 rounds" in build(Experiment.parse(short)).note
-    assert build(Experiment.parse({**short, "rounds": 51})).note == ""
-    assert build(Experiment.parse({**short, "algorithm": {"name": "pfedla", "rule": "paper"}})).note == ""
+    algorithm = make("pfedla-heldout", warm_up=5)
+    assert "algorithm.warm_up" in algorithm.notice(5.0)
+    assert algorithm.notice(5.1) == ""
+    assert make("pfedla").notice(1.0) == ""
+
+
+# The sketch
+
+
+def test_inner_products_of_sketches_are_unbiased_and_as_accurate_as_promised() -> None:
+    draws, size = torch.Generator().manual_seed(0), 32
+    x, y = torch.randn(2, 1, 5000, generator=draws) + torch.arange(5000) / 2500  # not centred, not alike
+    hashes = [draw_hash(0, round, 1)[0] for round in range(400)]
+    errors = torch.stack(
+        [(count_sketch(x, c, size) * count_sketch(y, c, size)).sum() - (x * y).sum() for c in hashes]
+    )
+    bound = x.norm() * y.norm() * (2 / size) ** 0.5
+    assert errors.std() < 1.1 * bound
+    assert errors.mean().abs() < 4 * bound / len(hashes) ** 0.5
+
+
+def test_a_sketch_is_the_same_under_vmap_and_small_layers_go_as_they_are() -> None:
+    rows, constants = torch.randn(4, 300), draw_hash(0, 3, 2)[1]
+    together = count_sketch(rows, constants, 64)
+    one_by_one = vmap(lambda row, c: count_sketch(row.unsqueeze(0), c, 64)[0])(rows, constants.expand(4, -1))
+    torch.testing.assert_close(together, one_by_one)
+    assert together.shape == (4, 64)
+    assert count_sketch(rows, constants, 300) is rows
+    assert count_sketch(rows, constants, "exact") is rows
+    assert not torch.equal(draw_hash(0, 3, 2), draw_hash(0, 4, 2))
+    assert not torch.equal(draw_hash(0, 3, 2), draw_hash(1, 3, 2))
+
+
+def test_a_sketch_larger_than_every_layer_equals_the_exact_gradient_and_a_smaller_one_is_near(
+    federation: Federation,
+) -> None:
+    alphas = []
+    for sketch in ("exact", 256, 16):
+        algorithm = make("pfedla-heldout", sketch=sketch, learning_rounds="all")
+        alphas.append(algorithm.alpha(play(algorithm, federation, rounds=range(1, 6))[0][-1].server))
+    exact, large, small = alphas
+    assert torch.equal(exact, large)
+    assert not torch.equal(exact, small)
+    assert torch.corrcoef(torch.stack([exact.flatten(), small.flatten()]))[0, 1] > 0.6
+
+
+def test_the_sketch_adds_one_and_a_half_percent_to_the_upload() -> None:
+    task = task_of(build_model("cnn", (1, 28, 28), 10, torch.Generator()))
+    for sketch, share in ((256, 0.015), ("exact", 1.0)):
+        algorithm = create("pfedla-heldout", task, budget(0.1, 1, 8), {"warm_up": 0, "sketch": sketch})
+        downloads = algorithm.download(algorithm.init_server(2, 0), everyone(torch.tensor([9, 9]), 1, 0))
+        expected = vmap(algorithm.upload_like)(downloads)
+        plain = Payload(expected.tensors, expected.sent)
+        surcharge = payload_bytes(expected, task.layers) / payload_bytes(plain, task.layers) - 1
+        torch.testing.assert_close(surcharge, torch.full((2,), share), rtol=0.02, atol=0)
+        hashes = downloads.extras[HASH]
+        assert hashes.shape == (2, 5, 4)
+        assert torch.equal(hashes[0], hashes[1])
+        assert pfedla_heldout.HOLD_OUT in downloads.extras
