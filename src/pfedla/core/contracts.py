@@ -1,9 +1,9 @@
 """READ FIRST: the values that travel, what an algorithm is, what an engine is.
 
-A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values (the same
-names, one leading client axis) and client functions written for *one* client. An engine is where the clients live. State
-goes in and comes out; nothing is hidden in `self`, so evaluation cannot change anything, and saving two values (server,
-clients) is a checkpoint.
+A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values
+(the same names, one leading client axis) and client functions written for *one* client. An engine is where
+the clients live. State goes in and comes out; nothing is hidden in `self`, so evaluation cannot change
+anything, and saving two values (server, clients) is a checkpoint.
 """
 
 import hashlib
@@ -16,11 +16,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, SkipValidation
 from torch import Tensor, nn
 
-from pfedla.core.layers import Layers, Params, take
+from pfedla.core.layers import Layers, take
+from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
 from pfedla.core.settings import Training
 
 ServerState = dict[str, Params]  # named groups of tensors
 ClientState = Params  # one client's private tensors: statistics, retained layers
+Step = tuple[Params, Tensor, Params]  # gradients or new parameters, loss, statistics after the batch
+Only = Container[str] | None  # names of some parameters; None: all
 
 
 def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
@@ -29,7 +32,7 @@ def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int
 
 
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """Return a fresh random stream for one purpose of one client in one round: no draw depends on who draws first."""
+    """Return a fresh random stream for one purpose of one client in one round: no draw depends on another."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, round, client))
 
 
@@ -38,7 +41,7 @@ def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
 
 
 class Cohort(NamedTuple):
-    """The clients that take part in a round. Every draw of a round comes from (seed, purpose, round, client)."""
+    """The clients that take part in a round. All its draws come from (seed, purpose, round, client)."""
 
     round: int
     seed: int
@@ -60,20 +63,20 @@ class Payload(NamedTuple):
     extras: Params = {}  # noqa: RUF012 (never written into)
 
     def rows(self, index: Tensor | int) -> "Payload":
-        return Payload(take(self.tensors, index), self.sent[index], take(self.extras, index))
+        return Payload(take(self.tensors, index), self.sent[index], extras=take(self.extras, index))
 
 
 class LocalData(NamedTuple):
-    """One client's training data. `order[epoch]` is the order of the examples in that epoch; a batch is a slice of it.
+    """One client's training data. A batch is a slice of `order[epoch]`, the examples in drawn order.
 
-    There are no padded batches with masks: a padded row would corrupt BatchNorm's statistics. Clients of one size stack.
+    There are no padded batches: they would corrupt BatchNorm's statistics. Clients of equal size stack.
     """
 
     x: Tensor
     y: Tensor
     order: Tensor  # [epochs, examples]
-    crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see training.crop; [epochs, 0, 3]: no augmentation
-    held_out_x: Tensor = torch.empty(0)  # held out of the training data, the same in every round; empty unless asked for
+    crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see training.crop; empty without augmentation
+    held_out_x: Tensor = torch.empty(0)  # of the training data, the same in every round; see held_out_share
     held_out_y: Tensor = torch.empty(0)
     has_trained: Tensor = torch.tensor(False)  # whether an upload of this client has been accepted before
 
@@ -126,14 +129,12 @@ class Task(Protocol):
         ...
 
     def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
-    ) -> tuple[Params, Tensor, Params]:
-        """Return the loss's gradient by the parameters (or `only` some), the loss, and the statistics after this batch."""
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
+    ) -> Step:
+        """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
         ...
 
-    def step(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
-    ) -> tuple[Params, Tensor, Params]:
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
         """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
         ...
 
@@ -146,26 +147,30 @@ class Task(Protocol):
 class Hooks(BaseModel):
     """What only some methods need. The defaults fit all others; read `Algorithm` first."""
 
-    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
-    cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
+    personalizes_on_data: ClassVar[bool] = (
+        False  # whether `personalize` looks at `data`; else it may be empty
+    )
+    cannot_join: ClassVar[str] = (
+        "it has no rule for a client that joins after its run"  # empty: `admit` is one
+    )
 
     def check(self, num_clients: int) -> None:
-        """Raise NotApplicableError if the method does not fit the model or federation, PfedlaError for a wrong value."""
+        """Raise NotApplicableError if the method does not fit, PfedlaError for a wrong option."""
 
     def upload_like(self, download: Payload) -> Payload:
-        """Return a payload with the names, shapes, dtypes and sent layers that the upload must have; numbers are ignored."""
+        """Return a payload with the upload's names, shapes, dtypes and sent layers; numbers are ignored."""
         return Payload(download.tensors, download.sent)
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        """Return where each client's training began, stacked: the length of an update is measured from there."""
+        """Return where each client's training began, stacked: an update's length is measured from there."""
         return downloads.tensors
 
     def held_out_share(self, download: Payload) -> float:
-        """Return the share of its training data that a client holds out in this round; which examples is fixed once."""
+        """Return the share of its training data that a client holds out in this round."""
         return 0.0
 
     def alpha(self, server: ServerState) -> Tensor | None:
-        """Return the weights [clients, layers, clients], i receives and j sends, if the method has such weights."""
+        """Return the weights [receivers, layers, senders] of all clients, if the method has them."""
         return None
 
     def resolved_options(self) -> dict[str, object]:
@@ -173,22 +178,26 @@ class Hooks(BaseModel):
         return {}
 
     def notice(self, rounds: float) -> str:
-        """Return what a user should know before a run in which a client takes part in `rounds` rounds on average."""
+        """Return what a user should know if a client trains in `rounds` rounds on average."""
         return ""
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        """Return a copy of `server` with one extra row for an unseen client, in everything that is kept per client.
+        """Return a copy of `server` with one extra row for an unseen client in everything kept per client.
 
         Only that row changes in the unseen client's rounds (runs/joining.py).
         """
         return server
 
+    def init_unseen(self, server: ServerState, initial: ClientState) -> ClientState:
+        """Return the private state of the client that `admit` added; `initial` is from `init_client`."""
+        return initial
+
 
 class Algorithm(Hooks, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
-    An author writes six functions: init_server, download and aggregate for the server, on values stacked over the cohort;
-    init_client, local_update and personalize for one client.
+    An author writes six functions: init_server, download and aggregate for the server, on values stacked over
+    the cohort; init_client, local_update and personalize for one client.
     """
 
     model_config = ConfigDict(
@@ -207,10 +216,12 @@ class Algorithm(Hooks, ABC):
         """Return what each client of the cohort is sent, stacked."""
 
     @abstractmethod
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        """Return the next server state from the clients that answered; `downloads` is what these clients were sent.
+    def aggregate(
+        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
+    ) -> ServerState:
+        """Return the next server state from the clients that answered; `downloads` is what they were sent.
 
-        May write into the tensors of `server`, after everything that can fail. Copy the old state before if you need it.
+        May write into the tensors of `server`, after everything that can fail: copy what you keep.
         """
 
     @abstractmethod
@@ -230,17 +241,17 @@ class Engine(Protocol):
     """Where the clients live: a thread pool, one stacked tensor, or other machines."""
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
-        """Return what came back from each client of the cohort, unchecked; a client that fails fails alone."""
+        """Return what came back from each client of the cohort, unchecked; one may fail alone."""
         ...
 
     def commit(self, accepted: Tensor) -> None:
-        """Advance the private state of the accepted clients (ids); the others keep theirs from before `train`."""
+        """Advance the private state of the accepted clients (ids); the others keep theirs."""
         ...
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        """Test the personal models on the clients' own test data; return the metrics, and the failures by client id.
+        """Test the personal models on the clients' own test data; change nothing.
 
-        Changes nothing.
+        Return the metrics, and the failures by client id.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Faults on purpose: clients that stay away, run out of time or send wrong updates. Every draw comes from the seed."""
+"""Faults on purpose: clients that stay away, run out of time or send wrong updates, drawn from the seed."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,7 +29,7 @@ class Faults(Section):
     attack_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Chance that an attacker attacks, each round."""
     attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO
-    """sign-flip, scale: the factor of the update; noise: its size against the update's. auto: 1, for scale 10."""
+    """sign-flip, scale: factor of the update; noise: size relative to it. auto: 1, for scale 10."""
 
     @property
     def active(self) -> dict[str, Any]:
@@ -44,47 +44,53 @@ class Faults(Section):
 
     def check(self, num_clients: int, local_epochs: int) -> None:
         if self.stragglers and local_epochs < 2:
-            raise PfedlaError("faults.stragglers: with one local epoch nobody can do fewer; set local_epochs to 2 or more")
+            raise PfedlaError(
+                "faults.stragglers: with one local epoch nobody can do fewer; set local_epochs to 2 or more"
+            )
         if (self.attack == "none") != (self.attackers == 0):
             raise PfedlaError(
                 f"faults.attack = {self.attack!r} and faults.attackers = {self.attackers}: give what is sent "
                 f"({', '.join(ATTACKS[1:])}) and the share of the clients that send it, or neither"
             )
-        if self.attackers and not len(self.attacking(num_clients, 0)):
+        if self.attackers and not len(self.choose_attackers(num_clients, 0)):
             raise PfedlaError(f"faults.attackers = {self.attackers} of {num_clients} clients is nobody")
 
-    def attacking(self, num_clients: int, seed: int) -> Tensor:
-        """The ids of the attackers, ascending."""
+    def choose_attackers(self, num_clients: int, seed: int) -> Tensor:
+        """Return the ids of the attackers, ascending."""
         count = int(self.attackers * num_clients + 0.5)
         return torch.randperm(num_clients, generator=generator(seed, "attackers"))[:count].sort().values
 
-    def answering(self, cohort: Cohort) -> Tensor:
-        """For each client of the cohort whether it answers in this round."""
-        return torch.tensor([not _happens(self.dropout, cohort, "dropout", client) for client in cohort.ids.tolist()])
+    def choose_answering(self, cohort: Cohort) -> Tensor:
+        """Return for each client of the cohort whether it answers in this round."""
+        return torch.tensor(
+            [not _happens(self.dropout, cohort, "dropout", client) for client in cohort.ids.tolist()]
+        )
 
-    def epochs(self, cohort: Cohort, client: int, budget: int) -> int:
-        """How many of its local epochs a client has time for in this round."""
+    def limit_epochs(self, cohort: Cohort, client: int, budget: int) -> int:
+        """Return how many of its local epochs a client has time for in this round."""
         if not _happens(self.stragglers, cohort, "straggler", client):
             return budget
-        return int(torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client)))
+        return int(
+            torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client))
+        )
 
     def attacks(self, cohort: Cohort, client: int) -> bool:
-        """Whether a client, if it is an attacker, attacks in this round."""
+        """Return whether a client, if it is an attacker, attacks in this round."""
         return _happens(self.attack_rate, cohort, "attack", client)
 
-    def attacked(self, cohort: Cohort, client: int, upload: Payload, start: Params) -> Payload:
-        """What an attacker sends instead of `upload`; `start` is where its training began (zero where it is not known)."""
+    def falsify(self, cohort: Cohort, client: int, upload: Payload, start: Params) -> Payload:
+        """Return what an attacker sends instead of `upload`; its training began at `start`, or at zero."""
         draws = generator(cohort.seed, "noise", cohort.round, client)
         tensors = {
-            name: self._falsified(value, start.get(name, torch.zeros_like(value)), draws)
+            name: self._falsify_tensor(value, start.get(name, torch.zeros_like(value)), draws)
             for name, value in upload.tensors.items()
         }
         extras = upload.extras
         if self.attack == "nan":
-            extras = {name: self._falsified(value, value, draws) for name, value in extras.items()}
-        return Payload(tensors, upload.sent, extras)
+            extras = {name: self._falsify_tensor(value, value, draws) for name, value in extras.items()}
+        return Payload(tensors, upload.sent, extras=extras)
 
-    def _falsified(self, trained: Tensor, start: Tensor, draws: torch.Generator) -> Tensor:
+    def _falsify_tensor(self, trained: Tensor, start: Tensor, draws: torch.Generator) -> Tensor:
         if not trained.is_floating_point():
             return trained
         if self.attack == "nan":
@@ -97,4 +103,7 @@ class Faults(Section):
 
 
 def _happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
-    return chance > 0 and float(torch.rand((), generator=generator(cohort.seed, purpose, cohort.round, client))) < chance
+    return (
+        chance > 0
+        and float(torch.rand((), generator=generator(cohort.seed, purpose, cohort.round, client))) < chance
+    )

@@ -1,8 +1,8 @@
 """What a layer is, stacked tensors, and the primitive of layer-wise aggregation: the mix.
 
-A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are of three kinds:
-trained (mixed and sent), statistics (buffers: they stay on the client unless a method sends them), and frozen (parameters
-that do not require a gradient: one shared copy, never sent, mixed or saved per client).
+A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are of
+three kinds: trained (mixed and sent), statistics (buffers, which stay on the client unless a method sends
+them), and frozen (parameters without a gradient: one shared copy, never sent, mixed or saved per client).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,9 +54,16 @@ class Layers:
                 kinds.append(type(part))
             buffers = [prefix + name for name, _ in part.named_buffers(recurse=False)]
             statistics.update(buffers)
-            # A buffer of a module without trained parameters goes with the layer before it, or with the first.
+            # A buffer of a module without trained parameters goes with the layer before it, or the first.
             index.update(dict.fromkeys([*trained, *buffers], max(0, len(names) - 1)))
-        return cls(tuple(names), index, frozenset(statistics), frozenset(frozen), tuple(sizes), tuple(kinds))
+        return cls(
+            names=tuple(names),
+            index=index,
+            statistics=frozenset(statistics),
+            frozen=frozenset(frozen),
+            num_parameters=tuple(sizes),
+            kinds=tuple(kinds),
+        )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -78,10 +85,10 @@ class Layers:
 
 
 def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
-    """Layer-wise aggregation: receiver i gets, of each layer, the senders' tensors weighted by alpha[i, layer, :].
+    """Mix models layer by layer (Eq. 5-6): receiver i gets the senders' tensors weighted by alpha[i, layer].
 
-    alpha: [receivers, layers, senders]; models: stacked over the senders; the result is stacked over the receivers
-    (Eq. 5-6).
+    alpha: [receivers, layers, senders]; models: stacked over the senders. The result is stacked over
+    the receivers.
 
     >>> layers = Layers.of(nn.Linear(1, 1))
     >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
@@ -106,12 +113,14 @@ def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) ->
     for row in range(len(weights)):
         for name, value in models.items():
             layer = layers.index[name]
-            mixed[name][row] = torch.tensordot(weights[row, layer].to(value.dtype), value[senders[row, layer]], 1)
+            mixed[name][row] = torch.tensordot(
+                weights[row, layer].to(value.dtype), value[senders[row, layer]], 1
+            )
     return mixed
 
 
 def inner_products(rows: Params, models: Params, layers: Layers) -> Tensor:
-    """Return [rows, layers, models]: the inner product of each row with each model, over the tensors of a layer."""
+    """Return [rows, layers, models]: the inner products of rows and models, layer by layer."""
     some, model = next(iter(rows.values())), next(iter(models.values()))
     found = some.new_zeros(len(some), len(layers), len(model))
     for name, value in rows.items():
@@ -133,12 +142,12 @@ def rows_of(stacked: Tensor) -> Tensor:
 
 
 def take(stacked: Params, index: Tensor | int) -> Params:
-    """Return the rows of `index`; a number takes one client's and drops the axis (a view, not a copy)."""
+    """Return the rows of `index`; a number takes one client's row as a view, without the axis."""
     return {name: value[index] for name, value in stacked.items()}
 
 
 def put_(stacked: Params, index: Tensor, rows: Params) -> None:
-    """Write `rows` into the rows of `index`, in place: all clients' models are too large to copy every round."""
+    """Write `rows` into the rows of `index`, in place: all models are too large to copy every round."""
     for name, value in stacked.items():
         value.index_copy_(0, index, rows[name])
 
@@ -158,7 +167,7 @@ def copies(tree: Params, count: int) -> Params:
 
 
 def append_mean_row(stacked: Params) -> Params:
-    """Return a copy with one more row, the plain mean of the others: it stands for a client without a model."""
+    """Return a copy with one more row: the plain mean of the others."""
     return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
 
 
@@ -170,7 +179,7 @@ def into_corner_(larger: Params, smaller: Params) -> Params:
 
 
 def weighted_mean(stacked: Params, weights: Tensor) -> Params:
-    """Average over the client axis; `weights` need not sum to one. Of integers (counters) the largest is taken."""
+    """Average over the client axis by `weights` of any sum; of integers (counters) take the largest."""
     share = weights / weights.sum()
     return {
         name: (share.to(value.dtype) @ rows_of(value)).view(value.shape[1:])

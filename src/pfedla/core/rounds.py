@@ -1,11 +1,13 @@
 """The round loop, the same for every algorithm and every engine, and the bytes it sends."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +39,11 @@ class Traffic:
     evaluation_bytes: int = 0
 
     def plus(self, *, down: int = 0, up: int = 0, evaluation: int = 0) -> "Traffic":
-        return Traffic(self.down_bytes + down, self.up_bytes + up, self.evaluation_bytes + evaluation)
+        return Traffic(
+            down_bytes=self.down_bytes + down,
+            up_bytes=self.up_bytes + up,
+            evaluation_bytes=self.evaluation_bytes + evaluation,
+        )
 
 
 class Round(NamedTuple):
@@ -62,7 +68,7 @@ def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: 
     count = num_participants(len(num_examples), participation)
     drawn = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))[:count]
     ids = drawn.sort().values
-    return Cohort(round, seed, ids, num_examples[ids])
+    return Cohort(round=round, seed=seed, ids=ids, num_examples=num_examples[ids])
 
 
 def num_participants(num_clients: int, participation: float) -> int:
@@ -70,7 +76,8 @@ def num_participants(num_clients: int, participation: float) -> int:
 
 
 def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
-    return Cohort(round, seed, torch.arange(len(num_examples)), num_examples)
+    ids = torch.arange(len(num_examples))
+    return Cohort(round=round, seed=seed, ids=ids, num_examples=num_examples)
 
 
 @contextmanager
@@ -111,11 +118,15 @@ def run_rounds(
             if len(accepted.cohort.ids):
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
             engine.commit(accepted.cohort.ids)
-        evaluation, evaluation_failures, evaluation_bytes = None, {}, 0
+        evaluation: ClientMetrics | None = None
+        evaluation_failures: dict[int, Failure] = {}
+        evaluation_bytes = 0
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with timed(seconds, "evaluate"):
                 next_cohort = everyone(num_examples, number + 1, seed)
-                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, next_cohort)
+                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(
+                    algorithm, engine, server, next_cohort
+                )
                 traffic = traffic.plus(evaluation=evaluation_bytes)
         yield Round(
             round=number,
@@ -143,7 +154,7 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
 def evaluate_all(
     algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort
 ) -> tuple[ClientMetrics, dict[int, Failure], int]:
-    """Test the personal models that the cohort would get now; return metrics, failures, and the bytes to send them."""
+    """Test the personal models that the cohort would get now; return metrics, failures and bytes."""
     parts: list[ClientMetrics] = []
     failures: dict[int, Failure] = {}
     sent_bytes = 0
@@ -153,6 +164,21 @@ def evaluate_all(
         parts.append(metrics)
         failures |= failed
     return ClientMetrics(*(torch.cat(values) for values in zip(*parts, strict=True))), failures, sent_bytes
+
+
+def summarise(accuracies: Tensor) -> dict[str, Any]:
+    """Return mean, standard deviation, 10th percentile and worst over the clients that have a value."""
+    per_client = [None if math.isnan(value) else value for value in accuracies.tolist()]
+    known = np.array([value for value in per_client if value is not None])
+    if not len(known):
+        return {"mean": None, "std": None, "p10": None, "worst": None, "per_client": per_client}
+    return {
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+        "p10": float(np.quantile(known, 0.1)),
+        "worst": float(known.min()),
+        "per_client": per_client,
+    }
 
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
@@ -166,22 +192,23 @@ def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
 
 
 def answer_bytes(answer: Answer | Failure, layers: Layers) -> int:
-    """Return the bytes of one client's upload as it came, used or not. It is unchecked and may be anything."""
-    if isinstance(answer, Failure) or not isinstance(answer.upload, Payload):
+    """Return the bytes of one client's upload, used or not. It is unchecked: it may be anything."""
+    if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
         return 0
     tensors, sent, extras = answer.upload
     total = 0
-    for part in (tensors, extras):
+    retained: set[object] = set()
+    if isinstance(sent, Tensor) and sent.shape == (len(layers),) and sent.device.type == "cpu":
+        retained = {name for name, layer in layers.index.items() if not sent[layer]}
+    for part, skipped in ((tensors, retained), (extras, set())):
         for name, value in part.items() if isinstance(part, dict) else ():
-            position = layers.index.get(name) if part is tensors else None
-            is_mask = isinstance(sent, Tensor) and sent.shape == (len(layers),)
-            if isinstance(value, Tensor) and (position is None or not is_mask or sent[position]):
+            if isinstance(value, Tensor) and name not in skipped:
                 total += value.numel() * value.element_size()
     return total
 
 
 def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
-    """Return the traffic of a run that always retains the same layers (Table 3): they save the download only."""
+    """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink."""
     model = sum(layers.num_parameters) * FLOAT_BYTES
     kept = sum(layers.num_parameters[layer] for layer in set(retained)) * FLOAT_BYTES
     return Traffic(down_bytes=participants * rounds * (model - kept), up_bytes=participants * rounds * model)

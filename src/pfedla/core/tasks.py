@@ -1,13 +1,13 @@
 """A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
 
-`ClassificationTask` runs under torch.func.vmap. `DirectTask` does the same for one client at a time, faster: plain
-autograd on a module whose tensors are put in place, images and convolutions channels last. `CompiledTask` compiles the
+`ClassificationTask` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster:
+plain autograd on a module whose tensors are put in place, images channels last. `CompiledTask` compiles the
 step.
 """
 
 import copy
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.overrides import TorchFunctionMode
 
+from pfedla.core.contracts import Only, Step
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params
 from pfedla.core.settings import Training
@@ -24,13 +25,13 @@ from pfedla.core.settings import Training
 def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
     """Return a copy of `module` with these parameters and statistics, in eval mode."""
     module = copy.deepcopy(module)
-    # Not strict: frozen parameters are not among them, and a tied weight has two names in a state_dict and one here.
+    # Not strict: frozen parameters are not among `tensors`, and a tied weight has one name instead of two.
     module.load_state_dict(tensors, strict=False)
     return module.eval()
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Return a copy that shares the frozen parameters: there is one of them, however many clients and threads."""
+    """Return a copy that shares the frozen parameters with the original."""
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
@@ -76,19 +77,18 @@ class ClassificationTask:
                 logits = functional_call(self._own_copy("train"), self.initial(), (x,))
         except Exception as error:  # whatever the user's module raises
             reason = str(error).splitlines()[0]
-            raise PfedlaError(f"the model cannot train on a batch of shape {tuple(x.shape)}: {reason}") from error
-        if (
-            not isinstance(logits, Tensor)
-            or logits.ndim != 2
-            or logits.shape != (len(x), max(num_classes, logits.shape[1]))
-        ):
-            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise PfedlaError(f"the model should return one logit for each of the {num_classes} classes, not {found}")
+            batch = f"{x.dtype} batch of shape {tuple(x.shape)}"
+            raise PfedlaError(f"the model cannot train on a {batch}: {reason}") from error
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if not isinstance(found, tuple) or len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
+            raise PfedlaError(
+                f"the model should return a logit for each of the {num_classes} classes, not {found}"
+            )
         if not torch.equal(before, torch.random.get_rng_state()):
             torch.random.set_rng_state(before)
             raise PfedlaError(
-                "the model draws random numbers while it trains (dropout?). They come from a stream that all clients "
-                "share, so no run could be repeated; switch them off"
+                "the model draws random numbers while it trains (dropout?). All clients share their stream, "
+                "so no run could be repeated; switch it off"
             )
 
     def lay_out(self, value: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class ClassificationTask:
         return value
 
     def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
-    ) -> tuple[Params, Tensor, Params]:
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
+    ) -> Step:
         moving = {name: value for name, value in parameters.items() if only is None or name in only}
 
         def objective(moving: Params) -> tuple[Tensor, Params]:
@@ -106,9 +106,7 @@ class ClassificationTask:
         gradients, (loss, updated) = grad_and_value(objective, has_aux=True)(moving)
         return gradients, loss, updated
 
-    def step(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
-    ) -> tuple[Params, Tensor, Params]:
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
         gradients, loss, statistics = self.gradient(parameters, statistics, x, y)
         return descend(parameters, gradients, lr), loss, statistics
 
@@ -143,29 +141,31 @@ class DirectTask(ClassificationTask):
     def lay_out(self, value: Tensor) -> Tensor:
         return channels_last(value) if self._channels_last and value.ndim == 4 else value
 
+    def _lay_out_all(self, tensors: Params) -> Params:
+        return {name: self.lay_out(value) for name, value in tensors.items()}
+
     def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Container[str] | None = None
-    ) -> tuple[Params, Tensor, Params]:
-        leaves = {name: self.lay_out(value).detach() for name, value in parameters.items()}
-        moving = {name: leaf.requires_grad_() for name, leaf in leaves.items() if only is None or name in only}
+        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
+    ) -> Step:
+        leaves = {name: value.detach() for name, value in self._lay_out_all(parameters).items()}
+        moving = [name for name in leaves if only is None or name in only]
         statistics = {name: value.clone() for name, value in statistics.items()}
         module = self._own_copy("train")
         for holder, key, name in self._slots(module):
             holder[key] = leaves[name] if name in leaves else statistics[name]
+        wanted = [leaves[name].requires_grad_() for name in moving]
         loss = F.cross_entropy(module(self.lay_out(x)), y)
-        gradients = torch.autograd.grad(loss, list(moving.values()), allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         return dict(zip(moving, gradients, strict=True)), loss.detach(), statistics
 
-    def step(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
-    ) -> tuple[Params, Tensor, Params]:
-        laid_out = {name: self.lay_out(value) for name, value in parameters.items()}  # of the first step; later it is
-        gradients, loss, statistics = self.gradient(laid_out, statistics, x, y)
-        moved = torch._foreach_add(list(laid_out.values()), [gradients[name] for name in laid_out], alpha=-lr)
-        return dict(zip(laid_out, moved, strict=True)), loss, statistics
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
+        before = self._lay_out_all(parameters)  # copies in the first step only
+        gradients, loss, statistics = self.gradient(before, statistics, x, y)
+        after = torch._foreach_add(list(before.values()), list(gradients.values()), alpha=-lr)
+        return dict(zip(before, after, strict=True)), loss, statistics
 
     def _slots(self, module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
-        """Return where the module keeps each of its tensors but the frozen; a tied weight is kept in two places."""
+        """Return where the module keeps each tensor but the frozen; a tied weight is kept in two places."""
         if not hasattr(self._copies, "slots"):
             names = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
             self._copies.slots = [
@@ -179,40 +179,40 @@ class DirectTask(ClassificationTask):
 
 
 class CompiledTask(DirectTask):
-    """The whole step of a full batch (forward, backward, update) as one compiled function; other batches go uncompiled.
+    """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled.
 
-    So there is one thing to compile whatever the clients' sizes; torch keeps its compiled code on disk for the next
-    process. It is traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a
-    small network's step, and several threads in them at once compiled again.
+    So there is one thing to compile whatever the clients' sizes; torch keeps compiled code on disk. It is
+    traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a small
+    network's step, and several threads in them at once compiled again.
     """
 
     def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
         super().__init__(module, example)
         self._training = training
-        initial = {name: self.lay_out(value) for name, value in self.initial().items()}
+        initial = self._lay_out_all(self.initial())
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
         self._order = [*parameters, *statistics]
-        count, own = len(parameters), self._own_copy("train")
-        gradient = grad_and_value(loss_of, argnums=1, has_aux=True)
+        own, gradient = self._own_copy("train"), grad_and_value(loss_of, argnums=1, has_aux=True)
 
         def whole_step(x: Tensor, y: Tensor, *flat: Tensor) -> list[Tensor]:
-            given = dict(zip(parameters, flat[:count], strict=True)), dict(zip(statistics, flat[count:], strict=True))
-            gradients, (loss, updated) = gradient(own, *given, x, y)
-            # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and forgets the rate.
-            moved = (value - training.learning_rate * gradients[name] for name, value in given[0].items())
-            return [loss, *moved, *updated.values()]
+            given = dict(zip(self._order, flat, strict=True))
+            before = {name: given[name] for name in parameters}
+            gradients, (loss, updated) = gradient(
+                own, before, {name: given[name] for name in statistics}, x, y
+            )
+            # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and loses the rate.
+            after = (value - training.learning_rate * gradients[name] for name, value in before.items())
+            return [loss, *after, *updated.values()]
 
         x = self.lay_out(example.expand(training.batch_size, *example.shape).contiguous())
         y = torch.zeros(training.batch_size, dtype=torch.int64)
         self._compiled = _compile(whole_step, [x, y, *parameters.values(), *statistics.values()])
 
-    def step(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float
-    ) -> tuple[Params, Tensor, Params]:
+    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
         if len(y) != self._training.batch_size or lr != self._training.learning_rate:
             return super().step(parameters, statistics, x, y, lr)
-        given = {**parameters, **statistics}
-        loss, *updated = self._compiled(self.lay_out(x), y, *(self.lay_out(given[name]) for name in self._order))
+        given = self._lay_out_all({**parameters, **statistics})
+        loss, *updated = self._compiled(self.lay_out(x), y, *(given[name] for name in self._order))
         after = dict(zip(self._order, updated, strict=True))
         return {name: after[name] for name in parameters}, loss, {name: after[name] for name in statistics}
 
@@ -228,32 +228,47 @@ def _compile(function: Any, tensors: list[Any]) -> Any:
             graph = make_fx(function)(*tensors)
         for node in graph.graph.nodes:
             node.meta.clear()  # the tracer's own fake tensors, which the compiler would take for its own
-        return _inductor.compile(graph, tensors, {"cpp_wrapper": True})  # type: ignore[arg-type] # no Python between its parts
+        return _inductor.compile(graph, tensors, {"cpp_wrapper": True})  # no Python between its parts
     except Exception as error:  # the tracer's and the compiler's own kinds
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise PfedlaError(f"the model's training step cannot be compiled ({reason}); leave --compile out") from error
+        raise PfedlaError(f"cannot compile the training step ({reason}); leave --compile out") from error
     finally:
         torch.set_num_threads(threads)
 
 
 class _FusedPooling(TorchFunctionMode):
-    """While tracing, write 2x2 max-pooling as comparisons: the compiler fuses these, its own max-pool is slow loops.
+    """While tracing, write 2x2 max-pooling as comparisons, which the compiler fuses with their surroundings.
 
-    The numbers and gradients are the same: NaN passes through, and of equal numbers the first gets the gradient.
+    Numbers and gradients are those of max_pool2d: NaN passes, of equal numbers the first gets the gradient.
     """
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        x, kernel, stride, *rest = (*args, None, None)[: max(3, len(args))]
-        in_twos = func is torch.max_pool2d and kernel in (2, (2, 2), [2, 2]) and stride in (None, (), [], 2, (2, 2), [2, 2])
-        if not in_twos or any(rest[:1]) or kwargs:  # padding
-            return func(*args, **(kwargs or {}))
+        given = dict(kwargs or {})
+        if func is not F.max_pool2d or not _is_two_by_two(*args[1:], **given):
+            return func(*args, **given)
+        x = args[0]
         rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
         best, *others = (x[..., down:rows:2, right:columns:2] for down in (0, 1) for right in (0, 1))
         for other in others:
             best = torch.where((other > best) | other.isnan(), other, best)
         return best
+
+
+def _is_two_by_two(kernel_size: Any, stride: Any = None, **rest: Any) -> bool:
+    twos = (2, (2, 2), [2, 2])
+    plain = {
+        "padding": (0, (0, 0)),
+        "dilation": (1, (1, 1)),
+        "ceil_mode": (False,),
+        "return_indices": (False,),
+    }
+    return kernel_size in twos and stride in (None, *twos) and all(rest[key] in plain[key] for key in rest)
 
 
 def descend(parameters: Params, gradients: Params, lr: float) -> Params:
@@ -268,7 +283,7 @@ def loss_of(
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return the same numbers with the channels of a pixel side by side: faster convolutions and pooling on CPUs.
+    """Return the same images with the channels of a pixel side by side: faster on CPUs.
 
     Also for a single channel, where torch sees no difference and would stay with channels first.
     """
@@ -280,7 +295,7 @@ def channels_last(images: Tensor) -> Tensor:
 
 
 def task_of(module: nn.Module) -> ClassificationTask:
-    """Make a task of any classifier that maps a batch to logits; its present weights are the common initialisation."""
+    """Make a task of a classifier that maps a batch to logits; its weights are the common initialisation."""
     if not isinstance(module, nn.Module):
         raise PfedlaError(f"the model should be an nn.Module (an instance), not {module!r}")
     if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -16,7 +16,7 @@ PADDING = 4  # pixels around an image before it is cropped
 
 
 def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the slices of one epoch. A last batch of a single example joins the one before, for BatchNorm's sake."""
+    """Yield the slices of one epoch. A last batch of one example joins the one before (BatchNorm)."""
     start = 0
     while start < num_examples:
         stop = min(start + batch_size, num_examples)
@@ -26,8 +26,10 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
         start = stop
 
 
-def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of the local budget in the drawn order, or of some of its epochs; a straggler's end early."""
+def batches(
+    data: LocalData, training: Training, epochs: range | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches in the drawn order, of all or some epochs; a straggler has fewer epochs."""
     for epoch in range(len(data.order)) if epochs is None else epochs:
         if epoch >= len(data.order):
             return
@@ -51,10 +53,10 @@ def sgd(
     towards: Params | None = None,
     pull: float = 0.0,
 ) -> tuple[Params, Tensor]:
-    """Run plain SGD over `batches`; return the trained tensors and the mean loss over the steps (without the pull).
+    """Run plain SGD over `batches`; return the trained tensors and the mean loss over the steps.
 
-    `only` names the parameters that move; `keep_statistics` leaves BatchNorm's running statistics as they are; `pull`
-    adds pull/2 |parameters - towards|² to the objective.
+    `only` names the parameters that move; `keep_statistics` leaves BatchNorm's statistics as they are;
+    `pull` adds pull/2 |parameters - towards|² to the objective, not to the loss that is returned.
     """
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
@@ -68,7 +70,9 @@ def sgd(
         gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
         statistics = statistics if keep_statistics else updated
         if towards is not None:
-            gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
+            gradients = {
+                name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()
+            }
         moving = descend(moving, gradients, training.learning_rate)
         losses.append(loss)
     mean = torch.stack(losses).mean() if losses else next(iter(parameters.values())).new_zeros(())
@@ -76,7 +80,7 @@ def sgd(
 
 
 def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many examples of one client's data a model gets right, and its mean cross-entropy on them."""
+    """Return how many of one client's examples a model gets right, and its mean cross-entropy."""
     correct, loss = torch.zeros((), dtype=torch.int64, device=x.device), torch.zeros((), device=x.device)
     for start in range(0, len(y), EVALUATION_BATCH):
         target = y[start : start + EVALUATION_BATCH]
@@ -88,7 +92,7 @@ def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor,
 
 
 def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Scale images channel by channel to float32. Without a `mean`, floats become float32 and integers stay as they are."""
+    """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
     if not mean:
         return x.float() if x.is_floating_point() else x
     centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))

@@ -1,4 +1,4 @@
-"""Where the clients live. Engines take and give CPU tensors; the device is their own affair."""
+"""Where the clients live. Engines take and give CPU tensors, whatever device they use."""
 
 import os
 import shutil
@@ -16,25 +16,25 @@ from pfedla.engines.threaded import ThreadedEngine
 from pfedla.engines.vectorized import VectorizedEngine
 
 ENGINES: dict[str, type[SimulatedClients]] = {"threaded": ThreadedEngine, "vectorized": VectorizedEngine}
-# On a CPU one stacked product for all clients wins where a step is mostly Python: small networks without convolutions.
+# On a CPU stacking wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
 
 
 def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
-    """Replace "auto" by the engine that is faster for this model on this device; refuse what cannot be compiled.
+    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled.
 
-    The choice follows a rule that was measured (docs/performance.md), not a timing: the same file gives the same bits.
+    The choice follows a measured rule (docs/performance.md), not a timing: the same file gives the same bits.
     """
     name = settings.name
     if name == AUTO:
         convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
         small = sum(parameter.numel() for parameter in module.parameters()) <= VECTORIZED_PARAMETERS
-        stacks = settings.device != "cpu" or (small and not convolves and not settings.compile)
-        name = "vectorized" if stacks else "threaded"
+        stacks = settings.device != "cpu" or (small and not convolves)
+        name = "vectorized" if stacks and not settings.compile else "threaded"
     if settings.compile and (name != "threaded" or settings.device != "cpu"):
-        raise PfedlaError(f"--compile works with the threaded engine on the cpu, not with {name} on {settings.device}")
+        raise PfedlaError(f"--compile needs the threaded engine on the cpu, not {name} on {settings.device}")
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
-        raise PfedlaError("--compile needs a C++ compiler: install g++ or clang++, or name one with $CXX")
+        raise PfedlaError("--compile needs a C++ compiler: install g++ or clang++, or name one in $CXX")
     return settings.model_copy(update={"name": name})
 
 
@@ -47,5 +47,6 @@ def create_engine(
     faults: Faults = NO_FAULTS,
     stopping: Callable[[], bool] = lambda: False,
 ) -> SimulatedClients:
-    kind = ENGINES[resolve_engine(settings, algorithm.task.module).name]
+    settings = resolve_engine(settings, algorithm.task.module)
+    kind = ENGINES[settings.name]
     return kind(algorithm, federation, settings, recalibrate=recalibrate, faults=faults, stopping=stopping)

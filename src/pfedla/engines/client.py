@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -39,7 +38,7 @@ Test = tuple[Tensor, Tensor]  # number of examples right, mean loss
 Outcome = tuple[ClientState, Answer] | Exception
 CPU = torch.device("cpu")
 RECALIBRATION_EXAMPLES = 2048
-NO_DATA = LocalData(torch.empty(0), torch.empty(0), torch.empty(0))
+NO_DATA = LocalData(x=torch.empty(0), y=torch.empty(0), order=torch.empty(0))
 TRAINED = "__trained__"
 NO_FAULTS = Faults()
 
@@ -60,20 +59,32 @@ class Client:
     recalibrate: Recalibrate = "unsampled"
 
     def update(
-        self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool, epochs: int | None = None
+        self,
+        state: ClientState,
+        download: Payload,
+        cohort: Cohort,
+        *,
+        has_trained: bool,
+        epochs: int | None = None,
     ) -> tuple[ClientState, Answer]:
-        """Train for a round, or for the first of its epochs; return the private state after it and what is sent."""
+        """Train for a round, or its first epochs; return the private state after it and what is sent."""
         data = self.local_data(cohort, download, has_trained=has_trained, epochs=epochs)
         result = self.algorithm.local_update(state, download, data)
         return result.client, self.answer(state, result, self.evaluate(result.model))
 
     def answer(self, before: ClientState, result: LocalResult, test: Test) -> Answer:
-        after = result.client
-        kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in (before, after)]
+        states = (before, result.client)
+        kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in states]
         if kinds[0] != kinds[1]:
-            raise PfedlaError("the private state has changed its names, shapes or dtypes")
-        finite = is_finite(result.model) and is_finite(after)
-        return Answer(move(result.upload, CPU), result.loss.cpu(), *self.metrics(test), finite)
+            raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
+        accuracy, loss = self.metrics(test)
+        return Answer(
+            upload=move(result.upload, CPU),
+            training_loss=result.loss.cpu(),
+            accuracy=accuracy,
+            loss=loss,
+            finite=is_finite(result.model) and is_finite(result.client),
+        )
 
     def metrics(self, test: Test) -> tuple[float, float]:
         """Return accuracy and loss."""
@@ -84,8 +95,10 @@ class Client:
         with torch.no_grad():
             return evaluate(self.algorithm.task, model, *self.test_data())
 
-    def personalize(self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool) -> Params:
-        """Return the personal model. A client that never trained has its statistics estimated on a copy."""
+    def personalize(
+        self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool
+    ) -> Params:
+        """Return the personal model; estimate the statistics of a client that never trained."""
         algorithm = self.algorithm
         data = NO_DATA._replace(has_trained=torch.tensor(has_trained, device=self.device))
         if algorithm.personalizes_on_data:
@@ -95,14 +108,16 @@ class Client:
         if not algorithm.task.layers.statistics or not estimates:
             return model
         x = self.train.x
-        if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
+        if (
+            len(x) > RECALIBRATION_EXAMPLES
+        ):  # evenly spaced: the examples may be in the order of their classes
             x = x[torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()]
         with torch.no_grad():
             recalibrated: Params = algorithm.task.recalibrate(model, self._inputs(x))
         return recalibrated
 
     def split(self, seed: int, share: float) -> tuple[Examples, Examples]:
-        """Return what a client trains on, and the share that it holds out for validation: fixed once, by the seed."""
+        """Return what a client trains on, and the share that it holds out, fixed by the seed."""
         x, y = self.train
         held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
         if not held_out:
@@ -117,11 +132,11 @@ class Client:
         """Return all that a client trains on in a round, or in the first of its epochs."""
         examples, held_out = self.split(cohort.seed, self.algorithm.held_out_share(download))
         draws = generator(cohort.seed, "batches", cohort.round, self.number)
-        training = self.algorithm.training
-        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(training.local_epochs)])
+        training, count = self.algorithm.training, len(examples.y)
+        order = torch.stack([torch.randperm(count, generator=draws) for _ in range(training.local_epochs)])
         # A stream of its own: with and without crops, the batches are the same.
-        count = len(examples.y) if training.augment else 0
-        crops = draw_crops(training.local_epochs, count, generator(cohort.seed, "crops", cohort.round, self.number))
+        draws = generator(cohort.seed, "crops", cohort.round, self.number)
+        crops = draw_crops(training.local_epochs, count if training.augment else 0, draws)
         return LocalData(
             x=self._inputs(examples.x),
             y=examples.y.to(self.device),
@@ -141,7 +156,7 @@ class Client:
 
 
 class SimulatedClients(ABC):
-    """Implements the Engine contract; a subclass says how local updates and evaluation are mapped over clients."""
+    """Implements Engine; a subclass says how local updates and evaluation are mapped over the clients."""
 
     def __init__(
         self,
@@ -155,18 +170,18 @@ class SimulatedClients(ABC):
     ) -> None:
         self.settings = settings
         self.device = usable_device(settings.device)
-        self.mean, self.std = federation.mean, federation.std
-        example = normalise(federation.train[0].x[:1].to(self.device), self.mean, self.std)[0]
+        example = normalise(federation.train[0].x[:1].to(self.device), federation.mean, federation.std)[0]
         self.algorithm = algorithm.model_copy(update={"task": self._prepare(algorithm, example)})
         self.federation = federation
         self.threads = settings.threads or os.cpu_count() or 1
         self.recalibrate = recalibrate
-        self.faults = faults if faults.active else None
-        self.stopping = stopping  # asked before each client trains; if true, Stopped is raised and no state has changed
-        self._num_clients = len(federation)
+        self.faults = faults
+        self.stopping = (
+            stopping  # asked before each client trains; if true, Stopped is raised, no state changes
+        )
         initial = self.algorithm.init_client()
-        self._clients: list[ClientState] = [initial] * self._num_clients  # states are never written into
-        self._trained = torch.zeros(self._num_clients, dtype=torch.bool)
+        self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
+        self._trained = torch.zeros(len(federation), dtype=torch.bool)
         self._pending: dict[int, ClientState] = {}
 
     def _prepare(self, algorithm: Algorithm, example: Tensor) -> ClassificationTask:
@@ -176,7 +191,7 @@ class SimulatedClients(ABC):
 
     @abstractmethod
     def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
-        """Return every client's private state after its update and its answer, or what it raised, in cohort order."""
+        """Return every client's private state after its update and its answer, or what it raised."""
 
     @abstractmethod
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
@@ -184,31 +199,27 @@ class SimulatedClients(ABC):
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
         answers: list[Answer | Failure] = [NO_ANSWER] * len(cohort.ids)
-        answering = torch.arange(len(cohort.ids))
-        if self.faults is not None:
-            answering = self.faults.answering(cohort).nonzero().squeeze(1)
+        answering = self.faults.choose_answering(cohort).nonzero().squeeze(1)
+        if len(answering) < len(answers):
             cohort, downloads = cohort.only(answering), downloads.rows(answering)
+        attackers = set(self.faults.choose_attackers(len(self.federation), cohort.seed).tolist())
         self._pending = {}
         outcomes = self._train(cohort, move(downloads, self.device)) if len(answering) else []
-        for position, (row, client) in enumerate(zip(answering.tolist(), cohort.ids.tolist(), strict=True)):
-            outcome = outcomes[position]
+        for position, (client, outcome) in enumerate(zip(cohort.ids.tolist(), outcomes, strict=True)):
             if isinstance(outcome, Exception):
-                answers[row] = failure_of("raised", outcome)
+                answers[answering[position]] = failure_of("raised", outcome)
                 continue
             self._pending[client], answer = outcome
-            answers[row] = answer if self.faults is None else self._attack(cohort, client, downloads.rows(position), answer)
+            if client in attackers and self.faults.attacks(cohort, client):
+                answer = self._falsify(cohort, client, downloads.rows(position), answer)
+            answers[answering[position]] = answer
         return answers
 
-    def _attack(self, cohort: Cohort, client: int, download: Payload, answer: Answer) -> Answer:
-        """Return what the client sends: its answer, or in place of it what an attacker sends."""
-        assert self.faults is not None
-        attackers = self.faults.attacking(self._num_clients, cohort.seed).tolist()
-        if client not in attackers or not self.faults.attacks(cohort, client):
-            return answer
+    def _falsify(self, cohort: Cohort, client: int, download: Payload, answer: Answer) -> Answer:
         index = self.algorithm.task.layers.index
         start = {name: value.cpu() for name, value in self._clients[client].items()}
         start |= {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
-        return answer._replace(upload=self.faults.attacked(cohort, client, answer.upload, start))
+        return answer._replace(upload=self.faults.falsify(cohort, client, answer.upload, start))
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
         metrics, failures = [], {}
@@ -232,8 +243,10 @@ class SimulatedClients(ABC):
         downloads = move(downloads, self.device)
         models = []
         for row, client in enumerate(cohort.ids.tolist()):
-            model = attempt(self._personalize, cohort, client, downloads.rows(row))
-            models.append({} if isinstance(model, Exception) else {name: v.cpu() for name, v in model.items()})
+            model = attempt(self._personalize, cohort, client, copy_row(downloads, row))
+            models.append(
+                {} if isinstance(model, Exception) else {name: v.cpu() for name, v in model.items()}
+            )
         return models
 
     def state(self) -> Params:
@@ -243,21 +256,19 @@ class SimulatedClients(ABC):
 
     def load(self, state: Params) -> None:
         self._trained = state[TRAINED].clone()
-        private = {name: value.to(self.device) for name, value in state.items() if name != TRAINED}
-        # Clones: a client's state must not keep everybody's alive, and kernels may round by how a tensor is aligned.
-        self._clients = [
-            {name: value[client].clone() for name, value in private.items()} for client in range(self._num_clients)
-        ]
+        private = Payload(
+            {name: v.to(self.device) for name, v in state.items() if name != TRAINED}, self._trained
+        )
+        self._clients = [copy_row(private, client).tensors for client in range(len(self.federation))]
 
     def __enter__(self) -> Self:
-        # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is split.
+        # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is
+        # split.
         one_thread.acquire()
         keep_freed_memory()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         one_thread.release()
 
     def client(self, number: int) -> Client:
@@ -265,20 +276,21 @@ class SimulatedClients(ABC):
             number=number,
             train=self.federation.train[number],
             test=self.federation.test[number],
-            mean=self.mean,
-            std=self.std,
+            mean=self.federation.mean,
+            std=self.federation.std,
             algorithm=self.algorithm,
             device=self.device,
             recalibrate=self.recalibrate,
         )
 
     def _epochs(self, cohort: Cohort, client: int) -> int:
-        budget = self.algorithm.training.local_epochs
-        return budget if self.faults is None else self.faults.epochs(cohort, client, budget)
+        return self.faults.limit_epochs(cohort, client, self.algorithm.training.local_epochs)
 
     def _personalize(self, cohort: Cohort, client: int, download: Payload) -> Params:
         has_trained = bool(self._trained[client])
-        return self.client(client).personalize(self._clients[client], download, cohort, has_trained=has_trained)
+        return self.client(client).personalize(
+            self._clients[client], download, cohort, has_trained=has_trained
+        )
 
 
 def attempt(function: Callable[..., R], *args: object) -> R | Exception:
@@ -292,16 +304,27 @@ def attempt(function: Callable[..., R], *args: object) -> R | Exception:
 
 
 def failure_of(reason: str, error: Exception) -> Failure:
-    return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error)
+    return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)
 
 
 def move(payload: Payload, device: torch.device) -> Payload:
-    """Return the payload on the device, in memory of its own: kernels may round by how a tensor is aligned."""
-    tensors, extras = ({n: v.to(device) for n, v in part.items()} for part in (payload.tensors, payload.extras))
-    return Payload(tensors, payload.sent.to(device), extras)
+    tensors = {name: value.to(device) for name, value in payload.tensors.items()}
+    extras = {name: value.to(device) for name, value in payload.extras.items()}
+    return Payload(tensors, payload.sent.to(device), extras=extras)
+
+
+def copy_row(payload: Payload, row: int) -> Payload:
+    """Return one client's payload in memory of its own, as a client on another machine has it.
+
+    Kernels may round by how a tensor is aligned, and a view would keep the whole cohort's tensors alive.
+    """
+    one = payload.rows(row)
+    tensors, extras = ({name: v.clone() for name, v in part.items()} for part in (one.tensors, one.extras))
+    return Payload(tensors, one.sent.clone(), extras=extras)
 
 
 def usable_device(name: str) -> torch.device:
+    """Return the device, or refuse one that does not work here."""
     try:
         device = torch.device(name)
         float(torch.zeros(1, device=device))
@@ -312,33 +335,34 @@ def usable_device(name: str) -> torch.device:
 
 
 class _OneThread:
-    """torch's number of intra-op threads is global: set to one by the first engine, restored after the last."""
+    """One intra-op thread while an engine is active. torch keeps the number per thread and for new threads.
+
+    Engines in two threads at once each set their own thread's number; all restore what the first one found.
+    """
 
     def __init__(self) -> None:
         self._lock, self._users, self._before = threading.Lock(), 0, 1
 
     def acquire(self) -> None:
         with self._lock:
-            if not self._users:
-                self._before = torch.get_num_threads()
+            self._before = self._before if self._users else torch.get_num_threads()
             self._users += 1
             torch.set_num_threads(1)
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            if not self._users:
-                torch.set_num_threads(self._before)
+            torch.set_num_threads(self._before)
 
 
 one_thread = _OneThread()
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step.
+    """Make glibc keep freed memory for the next step, in the whole process; do nothing elsewhere.
 
-    A training step allocates and frees a few MiB; if they are returned to the system, each step faults its pages in
-    again, which costs up to a third of a small CNN's step. Holds for the whole process; does nothing elsewhere.
+    A training step allocates and frees a few MiB; if they are returned to the system, each step faults its
+    pages in again, which costs up to a third of a small CNN's step.
     """
     trim_threshold, mmap_threshold = -1, -3  # <malloc.h>
     try:

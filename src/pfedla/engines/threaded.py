@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, Payload
 from pfedla.core.errors import Stopped
 from pfedla.core.tasks import ClassificationTask, CompiledTask, DirectTask
-from pfedla.engines.client import Outcome, SimulatedClients, Test, attempt
+from pfedla.engines.client import Outcome, SimulatedClients, Test, attempt, copy_row
 
 R = TypeVar("R")
 
@@ -32,7 +31,7 @@ class ThreadedEngine(SimulatedClients):
                 raise Stopped
             return self.client(client).update(
                 self._clients[client],
-                downloads.rows(row),
+                copy_row(downloads, row),
                 cohort,
                 has_trained=bool(self._trained[client]),
                 epochs=self._epochs(cohort, client),
@@ -42,21 +41,18 @@ class ThreadedEngine(SimulatedClients):
 
     def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
         def one(row: int, client: int) -> Test:
-            return self.client(client).evaluate(self._personalize(cohort, client, downloads.rows(row)))
+            return self.client(client).evaluate(self._personalize(cohort, client, copy_row(downloads, row)))
 
         return self._map(one, cohort)
 
     def _map(self, function: Callable[[int, int], R], cohort: Cohort) -> list[R | Exception]:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self.threads, "client", initializer=torch.set_num_threads, initargs=(1,)
-            )
+            initializer = partial(torch.set_num_threads, 1)
+            self._pool = ThreadPoolExecutor(self.threads, "client", initializer=initializer)
         return list(self._pool.map(partial(attempt, function), range(len(cohort.ids)), cohort.ids.tolist()))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
