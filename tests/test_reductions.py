@@ -1,17 +1,11 @@
-"""Cases in which two methods must coincide, and what holds for all.
-
-Those of one method with FedAvg or Local stand with its equations: test_partial.py (FedRep, FedBN), test_perfedavg.py,
-test_fedfomo.py, test_ditto.py, test_apfl.py, test_fedamp.py, test_fedala.py.
-"""
-
-import dataclasses
+"""Cases in which two methods must coincide, and what holds for all methods."""
 
 import pytest
 import torch
 from conftest import applies, assert_same, engine_for, make, play, toy_federation
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.core.contracts import ServerState, generator
+from pfedla.core.contracts import Algorithm, Params, ServerState, generator
 from pfedla.core.rounds import everyone
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Examples, Federation
@@ -20,35 +14,37 @@ from pfedla.engines.client import Client
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
 
-def with_frozen_weights(algorithm, federation: Federation, logits: torch.Tensor) -> tuple:
-    """pFedLA whose weights are given and stay."""
+def with_frozen_weights(algorithm: Algorithm, federation: Federation, logits: torch.Tensor) -> tuple:
+    """Return pFedLA with given weights that do not move, and its server."""
     server = algorithm.init_server(len(federation), seed=0)
     server["hypernetworks"]["heads.bias"] = logits.expand(len(logits), len(algorithm.task.layers), -1).clone()
-    return dataclasses.replace(algorithm, hypernetwork_lr=0.0), server
+    return algorithm.model_copy(update={"hypernetwork_lr": 0.0}), server
 
 
-def personal_models(algorithm, federation: Federation, server: ServerState, clients: dict, round: int = 4) -> dict:
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
-        engine.load(clients)
-        cohort = everyone(federation.num_examples, round, 0)
-        models = engine.personal_models(cohort, algorithm.download(server, cohort))
-    return {f"{client}/{name}": value for client, model in enumerate(models) for name, value in model.items()}
-
-
-def end(algorithm, federation: Federation, server: ServerState | None = None, **how) -> dict:
+def end(
+    algorithm: Algorithm, federation: Federation, server: ServerState | None = None, **how: float
+) -> Params:
+    """Return everyone's personal model after three rounds."""
     played, clients = play(algorithm, federation, server=server, **how)
-    return personal_models(algorithm, federation, played[-1].server, clients)
+    with engine_for(algorithm, federation) as engine:
+        engine.load(clients)
+        cohort = everyone(federation.num_examples, 4, 0)
+        models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
+    return {f"{client}/{name}": value for client, model in enumerate(models) for name, value in model.items()}
 
 
 @NORMS
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_identity_weights_are_local_bit_for_bit(federation: Federation, batch_norm: bool, participation: float) -> None:
+def test_identity_weights_are_local_bit_for_bit(
+    federation: Federation, batch_norm: bool, participation: float
+) -> None:
     pfedla, server = with_frozen_weights(
         make("pfedla", batch_norm=batch_norm), federation, 1e6 * torch.eye(len(federation)).unsqueeze(1)
     )
     local = make("local", batch_norm=batch_norm)
     assert_same(
-        end(pfedla, federation, server, participation=participation), end(local, federation, participation=participation)
+        end(pfedla, federation, server, participation=participation),
+        end(local, federation, participation=participation),
     )
 
 
@@ -56,7 +52,8 @@ def test_identity_weights_are_local_bit_for_bit(federation: Federation, batch_no
 def test_retaining_all_layers_is_local_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
     heur = make("heurpfedla", batch_norm=batch_norm, retained_layers=3 if batch_norm else 2)
     assert_same(
-        end(heur, federation, participation=0.5), end(make("local", batch_norm=batch_norm), federation, participation=0.5)
+        end(heur, federation, participation=0.5),
+        end(make("local", batch_norm=batch_norm), federation, participation=0.5),
     )
     assert sum(r.traffic.down_bytes for r in play(heur, federation)[0]) == 0
 
@@ -106,7 +103,9 @@ def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
                 rows = order[start:stop]
                 torch.nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
                 optimizer.step()
-    assert_same(played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6)
+    assert_same(
+        played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6
+    )
 
 
 def test_a_last_batch_of_one_joins_the_one_before() -> None:
@@ -116,34 +115,52 @@ def test_a_last_batch_of_one_joins_the_one_before() -> None:
     assert list(batch_bounds(1, 4)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "pfedhn"])  # it steps client by client
+@pytest.mark.parametrize(
+    "name", [name for name in ALGORITHMS if name != "pfedhn"]
+)  # it steps client by client
 def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full batches, all candidates and all examples, so that what is drawn for a client by its number does not matter."""
+    """With full batches, all candidates and all examples: no draw by a client's number may matter."""
 
     def hold_out_the_first(self: Client, seed: int, share: float) -> tuple[Examples, Examples]:
         x, y = self.train
         return Examples(x[2:], y[2:]), Examples(x[:2], y[:2])
 
-    if name == "fedfomo":
+    if name in ("fedfomo", "pfedla-heldout"):
         monkeypatch.setattr(Client, "split", hold_out_the_first)
     options = {"fedala": {"sample_share": 1.0}, "fedfomo": {"candidates": 5}}.get(name, {})
     federation = toy_federation()
     order = [3, 0, 5, 1, 4, 2]
-    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
+    permuted = Federation(
+        [federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes
+    )
     algorithm = make(name, batch_norm=not applies(name, batch_norm=False), batch_size=1000, **options)
     straight, shuffled = end(algorithm, federation), end(algorithm, permuted)
-    expected = {f"{new}/{n}": straight[f"{old}/{n}"] for new, old in enumerate(order) for n in algorithm.task.initial()}
+    expected = {
+        f"{new}/{n}": straight[f"{old}/{n}"]
+        for new, old in enumerate(order)
+        for n in algorithm.task.initial()
+    }
     assert_same(shuffled, expected, tolerance=1e-4 if name == "fedfomo" else 1e-5)
 
 
-def test_the_weights_of_permuted_clients_are_permuted_too() -> None:
+@pytest.mark.parametrize("form", ["network", "compact"])
+def test_the_weights_of_permuted_clients_are_permuted_too(form: str) -> None:
     federation = toy_federation()
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
-    algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0)
+    permuted = Federation(
+        [federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes
+    )
+    algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0, hypernetwork=form)
     straight, shuffled = (algorithm.alpha(play(algorithm, f)[0][-1].server) for f in (federation, permuted))
     assert straight.max() > 0.2  # they moved
     torch.testing.assert_close(shuffled, straight[order][:, :, order], rtol=1e-4, atol=1e-5)
+
+
+def test_a_warm_up_without_end_is_uniform_pfedla_on_what_is_not_held_out(federation: Federation) -> None:
+    """Apart from how the weights are learned, both rules are one method."""
+    heldout = make("pfedla-heldout", warm_up=100, held_out=0.01)  # so little that nobody holds anything out
+    pfedla, server = with_frozen_weights(make("pfedla"), federation, torch.zeros(6, 1, 6))
+    assert_same(end(heldout, federation), end(pfedla, federation, server))
 
 
 def test_runs_differ_between_methods(federation: Federation) -> None:

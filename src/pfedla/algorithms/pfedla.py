@@ -109,7 +109,7 @@ class LayerWeightHypernetwork:
         """Move along `gradient` = dObjective/dalpha times the Jacobian (Eq. 10-11).
 
         The equations leave the sign open. It is plus: an update points down the client's loss.
-        `damped`: the logits move as in the compact form, and trunk and embedding a tenth as fast. Otherwise the
+        `damped`: the logits move as in the compact form, trunk and embedding a tenth as fast. Otherwise the
         weights move ever faster once they move, because the trunk's output grows with the heads.
         """
         body = {
