@@ -10,8 +10,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: install  ## four methods on ten unlike clients: a table and pictures
-	$(BIN)/pfedla compare -a local,fedavg,pfedla,heurpfedla -d digits --partition dominant --clients 10 --rounds 20
+demo: install  ## five methods on ten heterogeneous clients: a table and pictures
+	$(BIN)/pfedla compare -a local,fedavg,pfedla,heurpfedla,pfedla-heldout -d digits --partition dominant --clients 10 --rounds 20
 
 check: install  ## lint, types, import contract
 	$(BIN)/ruff check .
