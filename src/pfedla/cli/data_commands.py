@@ -1,13 +1,13 @@
-"""`pfedla data`: what data sets there are, get them, look at how a federation is cut."""
+"""`pfedla data`: list and fetch data sets, show a split."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from pfedla.cli.options import Clients, Dataset, File, Json, Partition, Samples, Setting, out_console
+from pfedla.cli.options import File, Json, Setting, out_console, with_settings
 from pfedla.core.errors import PfedlaError
 
 data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
@@ -15,7 +15,7 @@ data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_
 
 @data_app.command("list")
 def list_(as_json: Json = False) -> None:
-    """The data sets: what they are, which are here and where, how to get the others."""
+    """List the data sets: what they are, which are here and where, how to get the others."""
     from pfedla.data.datasets import KNOWN, state_of
     from pfedla.data.sources import data_directory
 
@@ -43,48 +43,49 @@ def fetch(
 
     What is here already is checked and left alone. One EMNIST archive holds all its six splits.
     """
-    from pfedla.data.datasets import fetch as fetch_one
-    from pfedla.data.datasets import known
+    from pfedla.data import datasets
 
     for name in names:
-        known(name)  # a misspelt second name is refused before the first is downloaded
+        datasets.find(name)  # a misspelt second name is refused before the first is downloaded
     for name in names:
-        dataset, place, downloaded = fetch_one(name, lambda damage: out_console.print(damage, soft_wrap=True))
+        dataset, place, downloaded = datasets.fetch(name, lambda damage: out_console.print(damage, soft_wrap=True))
         what = f"{len(dataset.y):,} examples of {len(dataset.classes)} classes"
         where = "embedded in the package" if place is None else f"{'downloaded to' if downloaded else 'already in'} {place}"
         out_console.print(f"{name}: {what}, checked; {where}", soft_wrap=True)
 
 
 @data_app.command()
+@with_settings(only=("dataset", "partition", "clients", "samples", "seed"))
 def show(
-    file: File = None, dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
-    seed: Annotated[int | None, typer.Option(help="The split is drawn from it (default: 0).")] = None,
+    file: File = None,
+    given: dict[str, Any] = {},  # noqa: B006 (never written into)
     setting: Setting = None,
     out: Annotated[Path | None, typer.Option(help="The picture, .png, .pdf or .svg (default: federation-….png).")] = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
-    """How a federation is cut: clients x classes as a table and a picture, and how unlike the clients are.
+) -> None:
+    """Show a split: clients x classes as a table and a picture, and how heterogeneous the clients are.
 
-    Takes what `pfedla run` takes, also a finished run's experiment.toml.
+    Takes what `pfedla run` takes, also a finished run's folder.
 
     Example: pfedla data show -d cifar10 --partition dirichlet --set data.beta=0.1
     """
-    given = locals()
     from pfedla.core.files import safe_name
+    from pfedla.data.federation import build_federation
     from pfedla.report.split_figure import PICTURES, draw_federation, federation_table, statistics_line
     from pfedla.report.tables import where as federation_name
-    from pfedla.runs.experiment import Experiment, build_federation
+    from pfedla.runs.experiment import Experiment
+    from pfedla.runs.folder import describe_federation
     from pfedla.runs.overrides import gather
-    from pfedla.runs.result import describe
 
     if out is not None and out.suffix.lower() not in PICTURES:
         raise PfedlaError(f"--out {out}: the picture must end in {', '.join(PICTURES)}")
-    experiment = Experiment.parse(gather(given))
+    experiment = Experiment.parse(gather(file, given, setting or []))
     data, federation = build_federation(experiment.data, experiment.seed)
-    described = describe(federation)
+    described = describe_federation(federation)
     stem = safe_name(Path(data.dataset).stem)
     name = f"{federation_name(data.model_dump() | described)}, seed {experiment.seed}"
-    path = draw_federation(described, name, out or Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png"))
+    default = Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png")
+    path = draw_federation(described, name, out or default)
     if as_json:
         print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
         return

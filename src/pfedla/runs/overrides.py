@@ -37,7 +37,8 @@ def gather(
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Put settings given by their short names into their sections."""
-    places, values = list_settings(), {}
+    places = list_settings()
+    values: dict[str, Any] = {}
     for name, value in flat.items():
         place = places[name]
         target = values.setdefault(place.section, {}) if place.section else values

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pfedla.core.contracts import Algorithm
-from pfedla.core.rounds import Traffic, summarise
+from pfedla.core.rounds import summarise
 from pfedla.core.tensor_files import write_tensors
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from pfedla.runs.run import Run, Simulation
 
 
-def describe_result(
-    built: Built, simulation: "Simulation", honest: Tensor, traffic: Traffic
-) -> dict[str, Any]:
+def describe_result(built: Built, simulation: "Simulation", honest: Tensor) -> dict[str, Any]:
     """Return what result.json holds."""
     experiment = built.experiment
     total = sum(simulation.seconds.values())
@@ -59,7 +57,7 @@ def write_results(run: "Run") -> None:
     folder, simulation = run.folder, run.simulation
     assert folder is not None and simulation is not None and run.result is not None
     if simulation.alphas is not None:
-        write_alpha(folder.path, run.state, simulation.layer_names)
+        write_alpha(folder.path, run.state, run.algorithm.task.layers.names)
     elif type(simulation.algorithm).alpha is not Algorithm.alpha:
         run.say(
             f"the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it"

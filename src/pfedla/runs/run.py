@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +23,7 @@ from pfedla.core.tasks import load_tensors
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
+from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built, build, build_own
 from pfedla.runs.checkpoint import RunState, add_line, show_alpha
 from pfedla.runs.experiment import Experiment, list_settings
@@ -54,11 +54,6 @@ class Simulation:
     models: list[Params]  # every client's personal model; empty for a client that failed
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        names: tuple[str, ...] = self.algorithm.task.layers.names
-        return names
-
-    @property
     def alpha(self) -> Tensor | None:
         """The weights at the end, [clients, layers, clients]; None if a method has none, or too many to keep."""
         return None if self.alphas is None else self.alphas[-1]
@@ -66,13 +61,9 @@ class Simulation:
     @property
     def refused_uploads(self) -> int:
         """How many uploads came and were not used."""
-        not_refused = (NO_ANSWER.reason, "raised", "evaluation raised")
-        return sum(
-            times
-            for reasons in self.failures.values()
-            for reason, times in reasons.items()
-            if reason not in not_refused
-        )
+        others = (NO_ANSWER.reason, "raised", "evaluation raised")
+        counts = [one for reasons in self.failures.values() for one in reasons.items()]
+        return sum(times for reason, times in counts if reason not in others)
 
     def __repr__(self) -> str:
         mean, worst = (
@@ -91,13 +82,7 @@ class Simulation:
 
 
 class Run:
-    """One run: iterate over its rounds, then `finish`. With a folder it is recorded, saved, and can be resumed.
-
-    >>> with Run(built, RunFolder(path)) as run:  # doctest: +SKIP
-    ...     for round in run:
-    ...         print(round.round, round.evaluation)
-    ...     result = run.finish()
-    """
+    """One run: iterate over its rounds, then `finish`. With a folder it is recorded, saved, and can be resumed."""
 
     def __init__(
         self,
@@ -146,18 +131,14 @@ class Run:
                 self._start(stack.enter_context(self._given_engine or self._create_engine()))
             else:
                 self._skip(self.experiment.rounds)
-                self.say(
-                    f"{self.folder} is finished ({self.experiment.rounds} rounds); more --rounds extend it"
-                )
+                self.say(f"the run is finished ({self.experiment.rounds} rounds); more --rounds extend it")
             if self.trackers is not None:
                 self.trackers.begin()
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
     def _create_engine(self) -> RunningEngine:
         assert isinstance(self.built.federation, Federation)
@@ -300,9 +281,11 @@ class Run:
         """Write the personal models and the result; return what result.json holds."""
         if self.result is None:
             self.simulation = self._conclude()
-            self.result = describe_result(self.built, self.simulation, self.honest, self.state.traffic)
+            self.result = describe_result(self.built, self.simulation, self.honest)
             if self.folder is not None:
                 write_results(self)
+        elif self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
+            draw_run(self.folder.path)  # it was stopped after its numbers and before its pictures
         if self.trackers is not None:
             self.trackers.result = self.result
         return self.result

@@ -1,0 +1,206 @@
+"""What happens in a run: failures in evaluation, exit codes, the files a round enters, several runs at once."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SIZES, TinyNet, assert_same, make, toy_federation
+
+import pfedla
+from pfedla import Run, simulate
+from pfedla.algorithms import ALGORITHMS
+from pfedla.algorithms.fedavg import FedAvg
+from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.runs.build import Built
+from pfedla.runs.experiment import Experiment, list_settings
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.run import describe_round, finite_mean
+
+SOURCE = Path(pfedla.__file__).parent
+
+
+def built_with(name: str = "pfedla", **values: Any) -> Built:
+    experiment = Experiment.parse(
+        {"algorithm": {"name": name}, "engine": {"name": "threaded", "threads": 1}, **values}
+    )
+    return Built(experiment, toy_federation(), make(name))
+
+
+def test_a_round_enters_at_most_twelve_files(tmp_path: Path) -> None:
+    """Download, local training, aggregation, evaluation, record and checkpoint of a round of pFedLA."""
+    entered: set[str] = set()
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            entered.add(str(path.relative_to(SOURCE)))
+
+    built = built_with(rounds=3, checkpoint={"rounds": 1})
+    with Run(built, RunFolder(tmp_path / "run")) as run:
+        run.step()  # the first builds what later ones use again
+        threading.setprofile_all_threads(trace) if sys.version_info >= (3, 12) else threading.setprofile(
+            trace
+        )
+        sys.setprofile(trace)
+        try:
+            run.engine._pool.shutdown()  # the clients' threads are started again, under the trace
+            run.engine._pool = None
+            run.step()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    assert (tmp_path / "run" / "checkpoints" / "round-2.json").exists()
+    assert {"core/tasks.py", "algorithms/pfedla.py", "engines/threaded.py", "runs/checkpoint.py"} <= entered
+    assert len(entered) <= 12, ", ".join(sorted(entered))
+
+
+class Broken(FedAvg):
+    name = "broken"
+    first_only: bool = False
+
+    def personalize(self, client: Any, download: Any, data: Any) -> Any:
+        if (
+            self.first_only
+            and len(data.has_trained.shape) == 0
+            and float(next(iter(download.tensors.values())).sum()) > 1e9
+        ):
+            return download.tensors
+        raise AttributeError("a typo in personalize")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "broken", Broken)
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("engine", ["threaded", "vectorized"])
+def test_an_error_in_evaluation_ends_the_run(engine: str) -> None:
+    with pytest.raises(GaveUpError, match="typo") as caught:
+        simulate(toy_federation(), TinyNet(), "broken", rounds=2, engine=engine)
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+@pytest.mark.usefixtures("broken")
+def test_the_command_line_says_what_failed_in_evaluation(pfedla: Any) -> None:
+    code, _, error = pfedla(
+        "run", "-a", "broken", "-d", "digits", "--rounds", 1, "--clients", 3, "--samples", 20
+    )
+    assert code == 1
+    assert "AttributeError" in error
+    assert "Traceback" not in error
+    code, _, error = pfedla(
+        "run", "-a", "broken", "-d", "digits", "--rounds", 1, "--clients", 3, "--samples", 20, "--debug"
+    )
+    assert code == 1
+    assert "Traceback" in error
+
+
+class HalfBroken(FedAvg):
+    """Fails for a client that has never trained."""
+
+    name = "half-broken"
+
+    def personalize(self, client: Any, download: Any, data: Any) -> Any:
+        if not data.has_trained:
+            raise RuntimeError("has not trained")
+        return download.tensors
+
+
+def test_one_client_that_fails_in_evaluation_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "half-broken", HalfBroken)
+    simulation = simulate(
+        toy_federation(), TinyNet(), "half-broken", rounds=1, participation=0.5, engine="threaded"
+    )
+    failed = {client for client, reasons in simulation.failures.items() if reasons.get("evaluation raised")}
+    assert len(failed) == len(SIZES) // 2
+    assert set(simulation.accuracy.isnan().nonzero().squeeze(1).tolist()) == failed
+    assert all(not simulation.models[client] for client in failed)
+    assert simulation.refused_uploads == 0
+
+
+def test_mean_loss_skips_the_clients_that_accuracy_skips() -> None:
+    assert finite_mean(torch.tensor([1.0, torch.nan, 3.0])) == 2.0
+    assert finite_mean(torch.tensor([torch.nan])) is None
+    assert finite_mean(torch.empty(0)) is None
+
+
+def test_two_simulations_in_two_threads_are_as_one_after_the_other() -> None:
+    alone = [simulate(toy_federation(), TinyNet(), "pfedla", rounds=3, seed=seed) for seed in (0, 1)]
+    before = torch.get_num_threads()
+    found: dict[int, Any] = {}
+
+    def run(seed: int) -> None:
+        found[seed] = simulate(toy_federation(), TinyNet(), "pfedla", rounds=3, seed=seed)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.get_num_threads() == before
+    for seed in (0, 1):
+        for left, right in zip(alone[seed].models, found[seed].models, strict=True):
+            assert_same(left, right)
+
+
+def test_steps_and_iteration_are_the_same(tmp_path: Path) -> None:
+    with Run(built_with(rounds=3)) as stepped:
+        rounds = [stepped.step().round for _ in range(3)]
+        stepped.finish()
+    with Run(built_with(rounds=3), RunFolder(tmp_path / "run")) as iterated:
+        assert [one.round for one in iterated] == rounds == [1, 2, 3]
+        iterated.finish()
+    assert stepped.simulation is not None
+    assert iterated.simulation is not None
+    assert torch.equal(stepped.simulation.accuracy, iterated.simulation.accuracy)
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_simulate_takes_every_setting_by_its_short_name() -> None:
+    simulation = simulate(
+        toy_federation(),
+        TinyNet(),
+        "pfedla",
+        rounds=2,
+        lr=0.2,
+        local_epochs=1,
+        batch_size=4,
+        participation=0.5,
+        evaluate_every=2,
+        norm_bound=50.0,
+        max_failed_rounds=3,
+        neighbours=2,
+        faults={"dropout": 0.2},
+    )
+    assert simulation.algorithm.training.lr == 0.2
+    assert simulation.algorithm.neighbours == 2
+    with pytest.raises(PfedlaError, match="round_s"):
+        simulate(toy_federation(), TinyNet(), "pfedla", round_s=3)
+    with pytest.raises(PfedlaError, match="rounds"):
+        simulate(toy_federation(), TinyNet(), "pfedla", rounds=0)
+
+
+def test_every_setting_has_a_name_of_its_own_and_a_description() -> None:
+    places = list_settings()
+    sections = [Experiment, *(f.annotation for f in Experiment.model_fields.values())]
+    count = sum(len(s.model_fields) for s in sections if isinstance(s, type) and hasattr(s, "model_fields"))
+    assert len(places) == count - sum(
+        1 for f in Experiment.model_fields.values() if hasattr(f.annotation, "model_fields")
+    )
+    assert all(place.field.description for place in places.values())
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert {"simulate", "Run", "mix", "Experiment", "PfedlaError"} <= set(dir(pfedla))
+    assert all(getattr(pfedla, name) is not None for name in dir(pfedla))
+
+
+def test_retained_layers_are_counted_in_the_line_of_a_round() -> None:
+    with Run(built_with("heurpfedla", rounds=1)) as run:
+        round = run.step()
+    line = describe_round(round, run.algorithm.task.layers.names, run.honest, {})
+    assert sum(line["retained"].values()) == len(SIZES)
