@@ -18,7 +18,7 @@ from pfedla.runs.experiment import Experiment
 from pfedla.runs.interruption import Interruption
 from pfedla.runs.progress import Reporter
 from pfedla.runs.result import environment
-from pfedla.runs.result_file import read_result
+from pfedla.report.reading import read_result
 
 RESULTS = Path(__file__).parent / "results" / "deployment.json"
 ROUNDS = 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from pfedla.cli.options import Quiet, out_console, whole_numbers, words_of
+from pfedla.cli.options import Quiet, out_console, parse_numbers, split_words
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.runs.interruption import Interruption
 
@@ -17,113 +17,169 @@ if TYPE_CHECKING:
     from pfedla.reproduction.grid import Cell, Grid
 
 RUNS = Path("runs/reproduce")
-Name = Annotated[str | None, typer.Argument(help="Which table or figure; left out, they are listed.", metavar="NAME")]
+Name = Annotated[
+    str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")
+]
+Datasets = Annotated[str, typer.Option("--dataset", "-d", help="Only these data sets, separated by commas.")]
+Methods = Annotated[
+    str, typer.Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")
+]
+Clients = Annotated[str, typer.Option(help="Only the columns with this number of clients: 10 or 100.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds (default: as in grid.toml).")]
+Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas (default: as in grid.toml).")]
+PaperBudget = Annotated[
+    bool, typer.Option("--paper-budget", help="The paper's rounds and local epochs: days on a CPU.")
+]
+AccountingOnly = Annotated[
+    bool, typer.Option("--accounting-only", help="Compute the traffic beside the paper's; train nothing.")
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="Repeat one random cell of OUT/results.json that ran on this CPU model, and compare."
+    ),
+]
+Runs = Annotated[Path, typer.Option(help="Folder of the runs; finished runs in it are not repeated.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")
+]
 
 
 def reproduce(
     name: Name = None,
-    dataset: Annotated[str, typer.Option("--dataset", "-d", help="Only these data sets, separated by commas.")] = "",
-    methods: Annotated[str, typer.Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")] = "",
-    clients: Annotated[str, typer.Option(help="Only the columns of so many clients: 10 or 100.")] = "",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds (default: the budget in grid.toml).")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds separated by commas (default: as in grid.toml).")] = "",
-    paper_budget: Annotated[bool, typer.Option("--paper-budget", help="The paper's rounds and epochs: days on a CPU.")] = False,
-    accounting_only: Annotated[
-        bool, typer.Option("--accounting-only", help="Compute what is sent beside the paper's numbers; nothing is trained.")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Play a drawn cell of OUT/results.json that ran on such a CPU again, and compare."),
-    ] = False,
-    runs: Annotated[Path, typer.Option(help="Where the runs are kept; those that are there are not played again.")] = RUNS,
-    out: Annotated[Path | None, typer.Option(help="Folder for table, figure and summary (default: RUNS/NAME).")] = None,
+    dataset: Datasets = "",
+    methods: Methods = "",
+    clients: Clients = "",
+    rounds: Rounds = None,
+    seeds: Seeds = "",
+    paper_budget: PaperBudget = False,
+    accounting_only: AccountingOnly = False,
+    check: Check = False,
+    runs: Runs = RUNS,
+    out: Out = None,
     quiet: Quiet = False,
 ) -> None:
-    """A table or figure of the paper: play the runs that are missing, then write it beside the paper's numbers.
+    """Run what is missing of a table or figure of the paper, then write it beside the paper's numbers.
 
     Example: pfedla reproduce table1 --dataset fashion-mnist --clients 10 --seeds 0,1,2
 
-    Ctrl-C stops it; the same command goes on. A run is shared by all tables that are made of it, and is not played where its
-    numbers stand in OUT or beside it.
+    Ctrl-C stops it; the same command continues. Tables share runs: a run whose numbers are in OUT or in a
+    folder beside it is not repeated.
     """
-    from pfedla.reproduction import campaign as play
-    from pfedla.reproduction import grid as grids
-    from pfedla.reproduction import paper_tables as report
-    from pfedla.reproduction.paper_figures import write_figures
-    from pfedla.runs.progress import Reporter
+    from pfedla.reproduction import campaign
+    from pfedla.reproduction.grid import Wanted, list_cells, load_grid
+    from pfedla.runs.progress import Display
 
     if name is None:
-        table = Table("name", "what", "runs")
-        for each in grids.names():
-            found = grids.load(each)
-            table.add_row(each, found.title, str(len(grids.cells(found))))
-        out_console.print(table)
+        _list()
         return
-    grid = grids.load(name)
+    grid = load_grid(name)
     if accounting_only:
-        if grid.form != "retained":
-            raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-        from pfedla.reproduction.accounting import accounting
-
-        out_console.print(report.accounting_table(grid.title, accounting(grid, grids.paper(name))))
+        _account(name, grid)
         return
-    wanted = grids.Wanted(
-        words_of(dataset), words_of(methods), whole_numbers("--clients", clients, "10"),
-        whole_numbers("--seeds", seeds, "0,1,2"), rounds, paper_budget,
-    )  # fmt: skip
-    folder = out or runs / name
-    cells = grids.cells(grid, wanted)
+    wanted = Wanted(
+        datasets=split_words(dataset),
+        methods=split_words(methods),
+        clients=parse_numbers("--clients", clients, "10"),
+        seeds=parse_numbers("--seeds", seeds, "0,1,2"),
+        rounds=rounds,
+        paper_budget=paper_budget,
+    )
+    folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
         _check(grid, cells, folder, quiet)
         return
-    stopped = None
+    total = sum(cell.experiment.rounds for cell in cells)
     try:
         with (
             Interruption(quiet) as interruption,
-            Reporter(sum(cell.experiment.rounds for cell in cells), quiet, again="the same command goes on") as reporter,
+            Display(total, quiet=quiet, hint="the same command continues") as display,
         ):
-            play.play(runs, cells, reporter, interruption.wanted, play.standing(folder, grid))
-    except Stopped as caught:
-        stopped = caught  # what is finished is worth a table
-    summary = play.write_summary(runs, name, grid, wanted, folder)
-    paths = [*report.write_tables(summary, grids.paper(name), folder), *write_figures(summary, grids.paper(name), folder)]
-    if not quiet:
-        for table in report.terminal_tables(summary, grids.paper(name)):
-            out_console.print(table)
-        for path in paths:
-            out_console.print(f"  {path}", soft_wrap=True)
-    if stopped is not None:
-        raise stopped
+            stored = campaign.find_stored(folder, grid)
+            campaign.run_missing(runs, cells, display, interruption.wanted, stored)
+    except Stopped:
+        _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
+        raise
+    _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
+
+
+def _list() -> None:
+    from pfedla.reproduction.grid import list_cells, list_names, load_grid
+
+    table = Table("name", "what", "runs")
+    for name in list_names():
+        grid = load_grid(name)
+        table.add_row(name, grid.title, str(len(list_cells(grid))))
+    out_console.print(table)
+
+
+def _account(name: str, grid: "Grid") -> None:
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction.accounting import account
+    from pfedla.reproduction.grid import load_paper
+
+    if grid.form != "retained":
+        raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
+    out_console.print(terminal_table(account(grid, load_paper(name)), grid.title))
+
+
+def _write(name: str, summary: "dict[str, object]", folder: Path, quiet: bool) -> None:
+    """Write the tables and figures; print the table."""
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction.grid import load_paper
+    from pfedla.reproduction.paper_figures import write_figures
+    from pfedla.reproduction.paper_tables import NOTE, describe_columns, tabulate, write_tables
+
+    paper = load_paper(name)
+    paths = [*write_tables(summary, paper, folder), *write_figures(summary, paper, folder)]
+    if quiet:
+        return
+    if summary["cells"]:
+        table = terminal_table(tabulate(summary, paper), str(summary["title"]))
+        table.caption = "\n".join([NOTE, *describe_columns(summary)])
+        out_console.print(table)
+    for path in paths:
+        out_console.print(f"  {path}", soft_wrap=True)
 
 
 def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> None:
-    """Play a drawn cell again, in a folder of its own, and compare it with what stands in results.json."""
-    from pfedla.core.files import read_object
-    from pfedla.reproduction import campaign as play
-    from pfedla.runs.progress import Reporter
+    """Repeat one cell in a temporary folder, and compare it with results.json."""
+    from pfedla.reproduction.campaign import (
+        SUMMARY,
+        list_differences,
+        match,
+        ran_here,
+        read_cells,
+        run_missing,
+        summarise_cell,
+    )
+    from pfedla.runs.progress import Display
 
-    if not (folder / play.SUMMARY).exists():
-        raise PfedlaError(f"{folder / play.SUMMARY}: no such file; --out names the folder whose numbers are checked")
-    stands = {play.place(cell): cell for cell in read_object(folder / play.SUMMARY)["cells"] if "accuracy" in cell}
-    there = [cell for cell in cells if stands.get(play.place_of(cell), {}).get("run") == cell.folder]
-    if not there:
-        raise PfedlaError(f"{folder / play.SUMMARY} holds none of the cells that were asked for, with this budget")
-    here = [cell for cell in there if play.ran_here(stands[play.place_of(cell)])]
+    path = folder / SUMMARY
+    if not path.exists():
+        raise PfedlaError(f"{path}: no such file; --out names the folder whose numbers are checked")
+    stored = [one for one in read_cells(path) if "accuracy" in one.content]
+    found = [(cell, one.content) for cell in cells if (one := match(cell, stored)) is not None]
+    if not found:
+        raise PfedlaError(f"{path} has none of the cells that were asked for, with this budget")
+    here = [pair for pair in found if ran_here(pair[1])]
     if not here:
-        by = [stands[play.place_of(cell)]["run_by"] for cell in there]
-        ran_on = sorted({f"torch {one['torch']}, {one['cpu']}, {one.get('cpu_model', 'its model not recorded')}" for one in by})
-        raise PfedlaError(f"none of these cells is known to have run with this torch on such a CPU: {'; '.join(ran_on)}")
-    cell = random.choice(here)
-    before = stands[play.place_of(cell)]
+        machines = sorted(
+            {f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found}
+        )
+        raise PfedlaError(
+            f"none of these cells ran with this torch on this CPU model, but on: {'; '.join(machines)}"
+        )
+    cell, before = random.choice(here)
     with (
         tempfile.TemporaryDirectory() as place,
         Interruption(quiet) as interruption,
-        Reporter(cell.experiment.rounds, quiet) as reporter,
+        Display(cell.experiment.rounds, quiet=quiet) as display,
     ):
-        play.play(Path(place), [cell], reporter, interruption.wanted)
-        again = play.cell_summary(Path(place) / cell.folder, cell, grid)
+        run_missing(Path(place), [cell], display, interruption.wanted)
+        again = summarise_cell(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
-    if differs := play.differences(before, again):
-        versions = f"before {before['run_by']}, now {again.get('run_by')}"
-        raise PfedlaError(f"{what}: {', '.join(differs)} are not what stands in {folder / play.SUMMARY}; {versions}")
-    out_console.print(f"{what}: every number is what stands in {folder / play.SUMMARY}", soft_wrap=True)
+    if differs := list_differences(before, again):
+        made_by = f"before {before['run_by']}, now {again.get('run_by')}"
+        raise PfedlaError(f"{what}: {', '.join(differs)} differ from {path}; {made_by}")
+    out_console.print(f"{what}: every number is the same as in {path}", soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Pictures and tables. They read run folders only, and know nothing of how the numbers came about."""
+"""Figures, tables and pages. They read run folders only and never import torch."""

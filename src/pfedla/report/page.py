@@ -1,5 +1,6 @@
 """One page that shows runs: a single file that opens offline."""
 
+import html
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -8,38 +9,30 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pfedla.report.page_data import page_data
+from pfedla.report.page_data import collect_page_data
 
 SCRIPTS = ("charts.js", "alpha.js", "page.js")
 
 
 def write_page(runs: Sequence[Path], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(page_data(runs)), encoding="utf-8")
+    path.write_text(render_page(collect_page_data(runs)), encoding="utf-8")
     return path
 
 
-def page(data: dict[str, Any]) -> str:
-    """The whole page. With data["live"] it asks where it came from for what is new."""
+def render_page(data: dict[str, Any]) -> str:
+    """Return the whole page. With data["live"] it asks the server it came from for new data."""
     title = data["runs"][0]["name"] if len(data["runs"]) == 1 else f"{len(data['runs'])} runs"
-    return Template(_asset("page.html")).substitute(
-        title=_escaped(f"{title} – pfedla"),
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Template(_read_asset("page.html")).substitute(
+        title=html.escape(f"{title} – pfedla"),
         version=version("pfedla"),
         connect="'self'" if data.get("live") else "'none'",
-        style=_asset("page.css"),
-        script="\n".join(map(_asset, SCRIPTS)),
-        data=_in_script(data),
+        style=_read_asset("page.css"),
+        script="\n".join(map(_read_asset, SCRIPTS)),
+        data=text.replace("<", "\\u003c"),  # no name of a client can end the script element
     )
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return files("pfedla.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-
-
-def _in_script(data: dict[str, Any]) -> str:
-    """JSON in which nothing ends the script element, whatever a client is called."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,49 +1,154 @@
-"""Results as tables: for the terminal, and as Markdown."""
+"""Results as tables, for the terminal and as Markdown.
+
+A table is a list of lines of text, the first its header. A cell between two ** is bold.
+"""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
+
+from pfedla.report.paired import compare, find_first, find_supported_first
 
 MIB = 2**20
+Result = Mapping[str, Any]
 COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
-UNSEEN_COLUMNS = ("unseen %", "unseen alone %")  # of clients that joined after the run
+UNSEEN_COLUMNS = ("unseen %", "unseen alone %")  # clients that joined after the run
+SEED_COLUMNS = ("seeds", "difference to the first")
+SPREAD = ("mean", "std", "p10", "worst")
+NOTE = (
+    "Accuracies: mean ± standard deviation over seeds. Differences: paired, mean ± standard error (seeds). "
+    "Bold: ahead of every other method by a paired t-test at 5 %, with at least three seeds."
+)
 
 
 @dataclass
 class Row:
-    """One algorithm's results over the seeds; none, and the reason, if it does not apply or gave up."""
+    """One algorithm in a comparison: its results by seed, and the seeds on which it gave up."""
 
     algorithm: str
-    results: list[dict[str, Any]]
-    reason: str = ""
-    gave_up: bool = False
+    results: list[dict[str, Any]] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)  # of the results
+    gave_up: dict[int, str] = field(default_factory=dict)  # seed -> why
+    not_applicable: str = ""  # why
 
-    def cells(self, columns: Sequence[str] = COLUMNS) -> list[str]:
-        if not self.results:
-            return ["–"] * len(columns)
-        keys = ("accuracy", "accuracy_alone") if len(columns) > len(COLUMNS) else ()
-        unseen = [_spread([result["unseen"][key]["mean"] for result in self.results if "unseen" in result]) for key in keys]
+    @property
+    def num_seeds(self) -> int:
+        return len(self.results) + len(self.gave_up)
+
+    @property
+    def outcome(self) -> str:
+        """What a table shows in place of a mean: a method that gave up on a seed has none."""
+        if self.gave_up:
+            return f"gave up on {len(self.gave_up)} of {self.num_seeds} seeds"
+        return "" if self.results else "not applicable"
+
+    @property
+    def reasons(self) -> list[str]:
+        if self.not_applicable:
+            return [f"{self.algorithm}: {self.not_applicable}"]
+        return [f"{self.algorithm}, seed {seed}: {why}" for seed, why in self.gave_up.items()]
+
+    def accuracies(self) -> dict[int, float]:
+        """Return the accuracy in % by seed; nothing for a method without a mean."""
+        means = {result["seed"]: accuracies(result)["accuracy"]["mean"] for result in self.results}
+        known = {seed: 100 * mean for seed, mean in means.items() if mean is not None}
+        return {} if self.outcome else known
+
+    def cells(self) -> list[str]:
+        """Return the cells below COLUMNS."""
+        if self.outcome:
+            return [self.outcome, *["–"] * (len(COLUMNS) - 1)]
+        found = [accuracies(result) for result in self.results]
+        traffic = [result["traffic"] for result in self.results]
         return [
-            _spread([counted(result)["accuracy"]["mean"] for result in self.results]),
-            _spread([counted(result)["accuracy_after_training"]["mean"] for result in self.results]),
-            _spread([counted(result)["accuracy"]["worst"] for result in self.results]),
-            f"{statistics.mean(result['traffic']['down_bytes'] for result in self.results) / MIB:.2f}",
-            f"{statistics.mean(result['traffic']['up_bytes'] for result in self.results) / MIB:.2f}",
+            _spread(one["accuracy"]["mean"] for one in found),
+            _spread(one["accuracy_after_training"]["mean"] for one in found),
+            _spread(one["accuracy"]["worst"] for one in found),
+            f"{statistics.mean(one['down_bytes'] for one in traffic) / MIB:.2f}",
+            f"{statistics.mean(one['up_bytes'] for one in traffic) / MIB:.2f}",
             f"{statistics.mean(result['seconds']['total'] for result in self.results):.1f}",
-            *unseen,
         ]
 
+    def unseen_cells(self) -> list[str]:
+        found = [result["unseen"] for result in self.results if "unseen" in result and not self.outcome]
+        return [_spread(one[key]["mean"] for one in found) for key in ("accuracy", "accuracy_alone")]
 
-def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    return COLUMNS + (UNSEEN_COLUMNS if any("unseen" in result for row in rows for result in row.results) else ())
+
+def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the table of a comparison; with several seeds also the paired differences to the first."""
+    by_seed = {row.algorithm: row.accuracies() for row in rows}
+    first, supported = find_first(by_seed), find_supported_first(by_seed)
+    has_unseen = any("unseen" in result for row in rows for result in row.results)
+    has_seeds = any(row.num_seeds > 1 for row in rows)
+    unseen = UNSEEN_COLUMNS if has_unseen else ()
+    lines = [["algorithm", *COLUMNS, *unseen, *(SEED_COLUMNS if has_seeds else ())]]
+    for row in rows:
+        cells = [*row.cells(), *(row.unseen_cells() if has_unseen else ())]
+        if row.algorithm == supported:
+            cells[0] = f"**{cells[0]}**"
+        if has_seeds:
+            behind = (
+                compare(by_seed[row.algorithm], by_seed[first])
+                if first not in (None, row.algorithm)
+                else None
+            )
+            cells += [str(len(row.results)), str(behind or "–")]
+        lines.append([row.algorithm, *cells])
+    return lines
 
 
-def _spread(fractions: list[float | None]) -> str:
-    """Mean over the seeds in per cent, with their standard deviation if there are several."""
+def comparison_markdown(rows: Sequence[Row]) -> str:
+    notes = [*(reason for row in rows for reason in row.reasons)]
+    notes += [NOTE] if any(row.num_seeds > 1 for row in rows) else []
+    notes += warnings([result for row in rows for result in row.results])
+    return "\n\n".join([markdown_table(comparison_lines(rows)), *notes]) + "\n"
+
+
+def comparison_table(rows: Sequence[Row]) -> Table:
+    table = terminal_table(comparison_lines(rows))
+    notes = [f"– {reason}" for row in rows for reason in row.reasons]
+    table.caption = "\n".join(notes + ([NOTE] if any(row.num_seeds > 1 for row in rows) else [])) or None
+    return table
+
+
+def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what comparison.json holds: by algorithm the results, or why there are none."""
+    content: dict[str, Any] = {}
+    for row in rows:
+        content[row.algorithm] = row.results
+        if row.gave_up:
+            content[row.algorithm] = {
+                "results": row.results,
+                "gave_up": {str(seed): why for seed, why in row.gave_up.items()},
+            }
+        elif row.not_applicable:
+            content[row.algorithm] = {"not_applicable": row.not_applicable}
+    return content
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    body = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in body)
+
+
+def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for position, heading in enumerate(lines[0]):
+        table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
+    for line in lines[1:]:
+        bold = [cell.startswith("**") for cell in line]
+        cells = zip(line, bold, strict=True)
+        table.add_row(*(Text(cell.strip("*"), style="bold" if strong else "") for cell, strong in cells))
+    return table
+
+
+def _spread(fractions: Iterable[float | None]) -> str:
+    """Return the mean over the seeds in %, with their standard deviation if there are several."""
     known = [100 * value for value in fractions if value is not None]
     if not known:
         return "–"
@@ -51,56 +156,39 @@ def _spread(fractions: list[float | None]) -> str:
     return f"{mean} ± {statistics.stdev(known):.1f}" if len(known) > 1 else mean
 
 
-def comparison_markdown(rows: list[Row]) -> str:
-    columns = _columns(rows)
-    lines = [["algorithm", *columns], ["---", *["---:"] * len(columns)]]
-    lines += [[row.algorithm, *row.cells(columns)] for row in rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-    return table + "".join(f"\n{line}\n" for line in warnings([result for row in rows for result in row.results]))
-
-
-def comparison_table(rows: list[Row]) -> Table:
-    table = Table("algorithm", caption_justify="left")
-    table.columns[0].no_wrap = True
-    columns = _columns(rows)
-    for heading in columns:
-        table.add_column(heading, justify="right", min_width=10 if heading.endswith("%") else None)
-    for row in rows:
-        table.add_row(row.algorithm, *row.cells(columns))
-    table.caption = "\n".join(f"– {row.algorithm}: {row.reason}" for row in rows if row.reason) or None
-    return table
-
-
-def where(result: Mapping[str, Any]) -> str:
-    """The federation as every table and picture names it: a subset and a leak between clients are never left unsaid."""
+def where(result: Result) -> str:
+    """Return the federation's name in tables and figures. It always names a subset and a leak."""
     subset = f" (subset {Path(result['subset']).name})" if result["subset"] else ""
     leak = f", overlapping ({100 * result['leaked_test_share']:.0f} % leak)" if result["overlapping"] else ""
     clients = result["clients"] if isinstance(result["clients"], int) else len(result["clients"])
     return f"{Path(result['dataset']).name}{subset}, {result['partition']}{leak}, {clients} clients"
 
 
-def counted(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a result's accuracies are: those of the honest clients, if some attack."""
-    honest: Mapping[str, Any] = result.get("honest", result)
+def accuracies(result: Result) -> Result:
+    """Return the part of a result that has its accuracies: the honest clients', if some attack."""
+    honest: Result = result.get("honest", result)
     return honest
 
 
-def warnings(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know beside the numbers: test data that leak, faults on purpose, clients that attack."""
+def warnings(results: Sequence[Result]) -> list[str]:
+    """Return what a reader must know beside the numbers: leaking test data, injected faults, attackers."""
     lines = []
     if any(result["overlapping"] for result in results):
-        lines.append(_leak_line(results))
-    faults = results[0].get("faults") if results else None
-    if faults:
-        lines.append(f"FAULTS on purpose: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
+        shares = sorted(round(100 * result["leaked_test_share"]) for result in results)
+        leaked = f"{shares[0]}" if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
+        lines.append(
+            f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client."
+        )
+    if results and (faults := results[0].get("faults")):
+        lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
     if results and "attackers" in results[0]:
         attackers, clients = len(results[0]["attackers"]), results[0]["clients"]
-        lines.append(f"{attackers} of {clients} clients attack; accuracies are of the {clients - attackers} honest ones.")
+        lines.append(f"{attackers} of {clients} clients attack. Accuracies are of the honest ones.")
     return lines
 
 
-def failures_lines(result: Mapping[str, Any]) -> list[str]:
-    """Who was left out of rounds, how often and why; nothing if nobody was."""
+def failures_lines(result: Result) -> list[str]:
+    """Return which clients were left out of rounds, how often and why."""
     reasons: dict[str, dict[str, int]] = {}
     for client, counts in result["failures"].items():
         for reason, times in counts.items():
@@ -108,72 +196,59 @@ def failures_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for reason, times in sorted(reasons.items()):
         often = sorted(times, key=lambda client: (-times[client], int(client)))
-        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
-        hint = (
-            "; a smaller --lr or uploads.norm_bound may help"
-            if reason == "not finite" and "attack" not in result["faults"]
-            else ""
+        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (
+            ", …" if len(often) > 5 else ""
         )
-        lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' if len(often) > 1 else ''} {who}{hint}")
+        diverged = reason == "not finite" and "attack" not in result["faults"]
+        hint = "; try a smaller --lr or uploads.norm_bound" if diverged else ""
+        lines.append(
+            f"left out {sum(times.values())} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}"
+        )
     return lines
 
 
-def _leak_line(results: Sequence[Mapping[str, Any]]) -> str:
-    """Overlapping federations, one per seed."""
-    shares = sorted({f"{100 * result['leaked_test_share']:.0f}" for result in results}, key=int)
-    leaked = shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
-    return f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client."
-
-
-def result_table(result: dict[str, Any]) -> Table:
-    title = f"{result['algorithm']} on {where(result)}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("test accuracy, last round")
-    for heading in ("mean", "std", "lowest tenth", "worst"):
-        table.add_column(heading, justify="right")
-    rows = [("personal models", counted(result)["accuracy"])]
-    rows += [("after local training", counted(result)["accuracy_after_training"])]
+def result_table(result: Result) -> Table:
+    rows = {
+        "personal models": accuracies(result)["accuracy"],
+        "after local training": accuracies(result)["accuracy_after_training"],
+    }
     if unseen := result.get("unseen"):
-        many = f"{len(unseen['clients'])} unseen"
-        rows += [(f"{many}, as they join", unseen["accuracy_before"]), (f"{many}, joined", unseen["accuracy"])]
-        rows += [(f"{many}, after local training", unseen["accuracy_after_training"])]
-        rows += [(f"{many}, had they trained alone", unseen["accuracy_alone"])]
-    for label, numbers in rows:
-        table.add_row(label, *(_percent(numbers[part]) for part in ("mean", "std", "p10", "worst")))
-    return table
+        many = f"{len(unseen['clients'])} unseen clients"
+        rows[f"{many}, as they join"] = unseen["accuracy_before"]
+        rows[f"{many}, joined"] = unseen["accuracy"]
+        rows[f"{many}, after local training"] = unseen["accuracy_after_training"]
+        rows[f"{many}, had they trained alone"] = unseen["accuracy_alone"]
+    lines = [[label, *(_percent(numbers[part]) for part in SPREAD)] for label, numbers in rows.items()]
+    header = ["test accuracy, last round", "mean", "std", "10th percentile", "worst"]
+    return terminal_table([header, *lines], f"{result['algorithm']} on {where(result)}")
 
 
 def _percent(fraction: float | None) -> str:
     return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def joined_table(result: Mapping[str, Any]) -> Table:
-    """A newcomer's accuracies."""
-    title = f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients"
-    table = Table(title=title, title_justify="left")
-    table.add_column("test accuracy of the newcomer")
-    table.add_column("", justify="right")
+def joined_table(result: Result) -> Table:
+    """Return the accuracies of a client that joined a finished run."""
     labels = {
         "before": "personal model, as it joins",
         "after": f"personal model, after {result['rounds']} rounds",
         "after_training": "after its last local training",
         "alone": f"had it trained alone for {result['rounds_alone']} rounds",
     }
-    for key, label in labels.items():
-        table.add_row(label, _percent(result["accuracy"][key]))
-    return table
+    lines = [[label, _percent(result["accuracy"][key])] for key, label in labels.items()]
+    title = f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients"
+    return terminal_table([["test accuracy of the unseen client", ""], *lines], title)
 
 
-def borrowed_lines(result: Mapping[str, Any]) -> list[str]:
-    """Per layer the newcomer's self-weight, and from whom it takes most; nothing for a method without alpha."""
+def borrowed_lines(result: Result) -> list[str]:
+    """Return the unseen client's self-weight and largest senders by layer; nothing without weights."""
     lines = []
-    for layer, row in result.get("alpha", {}).items():
-        *others, own = row
+    for layer, (*others, own) in result.get("alpha", {}).items():
         most = sorted(range(len(others)), key=lambda sender: -others[sender])[:3]
         senders = ", ".join(f"client {sender} {others[sender]:.2f}" for sender in most)
-        lines.append(f"{layer}: its own {own:.2f}; most from {senders}")
+        lines.append(f"{layer}: self-weight {own:.2f}; most from {senders}")
     return lines
 
 
-def traffic_line(traffic: dict[str, int]) -> str:
+def traffic_line(traffic: Mapping[str, int]) -> str:
     return f"traffic {traffic['down_bytes'] / MIB:.2f} MiB down, {traffic['up_bytes'] / MIB:.2f} MiB up"

@@ -1,1 +1,1 @@
-"""The paper's tables and figures: which runs each is made of, playing those that are missing, and what came out."""
+"""The paper's tables and figures: the runs that each is made of, and what came out."""

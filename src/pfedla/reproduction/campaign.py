@@ -1,55 +1,81 @@
-"""Play the cells that are missing, and sum up those that are there."""
+"""Run the cells that are missing, and keep what is known of all cells in results.json.
+
+A stored cell is recognised by its experiment, not by its name: it must equal what the grid asks for wherever
+the grid does not say "auto". Settings that it lacks count as their defaults.
+"""
 
 import json
 import subprocess
-from collections.abc import Callable, Container, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pfedla
 from pfedla import algorithms
-from pfedla.core.errors import GaveUpError, NotApplicableError, Stopped
+from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Stopped
 from pfedla.core.files import read_object, write_text
-from pfedla.core.rounds import planned_traffic
 from pfedla.data import datasets
-from pfedla.data.own import Dataset
-from pfedla.report.figures import read_alpha, read_rounds
-from pfedla.reproduction.accounting import layers_of, saved_by_weights
-from pfedla.reproduction.grid import Cell, Grid, Wanted, names
-from pfedla.reproduction.grid import cells as cells_of
-from pfedla.runs.experiment import Experiment, build, read_toml
-from pfedla.runs.folder import EXPERIMENT, RESULT, RunFolder
-from pfedla.runs.progress import Reporter
-from pfedla.runs.result import environment, run_built
-from pfedla.runs.result_file import read_result
+from pfedla.report.reading import read_alpha, read_federation, read_result, read_rounds
+from pfedla.reproduction.accounting import saved_bytes
+from pfedla.reproduction.grid import Cell, Grid, Values, Wanted, flatten, list_cells, list_names
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment, read_toml, upgrade
+from pfedla.runs.folder import EXPERIMENT, RESULT, RunFolder, describe_environment
+from pfedla.runs.progress import Display
+from pfedla.runs.run import Run
 
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
+FORMAT = 2  # of results.json; 1 had no "format"
 SNAPSHOTS = 21  # of alpha in a summary, at most
-Place = tuple[str, str, int]  # column, row, seed
 RUN_BY = ("torch", "cpu", "cpu_model", "python")
 FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
 
 
-def is_done(runs: Path, cell: Cell) -> bool:
-    folder = runs / cell.folder
-    return ((folder / RESULT).exists() and (folder / COMMIT).exists()) or (folder / REASON).exists()
+@dataclass(frozen=True)
+class Stored:
+    """A cell of a results.json, of any format."""
+
+    content: Values
+    settings: Values | None  # of its run; None for a cell of format 1 that has only a reason
+
+    def is_of(self, cell: Cell) -> bool:
+        if self.settings is None:
+            return str(self.content["run"]).rpartition("-")[0] == cell.label
+        return cell.is_made_by(self.settings)
 
 
-def standing(folder: Path, grid: Grid) -> dict[str, dict[str, Any]]:
-    """By their run, the cells that stand in the summary in `folder` or of an experiment beside it: tables share runs."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in [*(name for name in names() if name != folder.name), folder.name]:  # its own come last
-        path = folder.parent / name / SUMMARY
-        for cell in read_object(path)["cells"] if path.exists() else []:
-            if _is_enough(cell, grid):
-                kept = {key: value for key, value in cell.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
-                found[cell["run"]] = kept
-    return found
+def read_cells(path: Path) -> list[Stored]:
+    """Return all cells of a results.json; experiments of format 1 are translated."""
+    if not path.exists():
+        return []
+    summary = read_object(path)
+    return [_restore(cell) for cell in [*summary["cells"], *summary.get("other_cells", [])]]
 
 
-def _is_enough(cell: dict[str, Any], grid: Grid) -> bool:
-    """Whether a cell that another table has tells all that this one shows."""
+def _restore(cell: Values) -> Stored:
+    if "experiment" not in cell:
+        return Stored(cell, None)
+    values = upgrade(cell["experiment"])
+    section = values["algorithm"]
+    try:
+        known = algorithms.default_options(section["name"])
+        values["algorithm"] = {key: value for key, value in section.items() if key == "name" or key in known}
+        settings = flatten(Experiment.parse({**values, "rounds": cell["rounds"]}))
+    except PfedlaError:  # a method or value that is gone: the cell is kept, and is no grid's
+        return Stored(cell, {})
+    return Stored({**cell, "experiment": values}, settings)
+
+
+def find_stored(folder: Path, grid: Grid) -> list[Stored]:
+    """Return the cells of the summary in `folder`, then of the others beside it: tables share runs."""
+    others = [name for name in list_names() if name != folder.name]
+    shared = [stored for name in others for stored in read_cells(folder.parent / name / SUMMARY)]
+    return [*read_cells(folder / SUMMARY), *(stored for stored in shared if _is_enough(stored.content, grid))]
+
+
+def _is_enough(cell: Values, grid: Grid) -> bool:
+    """Whether another table's cell has everything that this table shows."""
     if "reason" in cell:
         return True
     if grid.form == "retained" and cell["experiment"]["algorithm"].get("retained_layers"):
@@ -57,118 +83,141 @@ def _is_enough(cell: dict[str, Any], grid: Grid) -> bool:
     return grid.form not in FORMS_WITH_ALPHA or "alpha" in cell
 
 
-def play(
-    runs: Path, cells: Iterable[Cell], reporter: Reporter, stopping: Callable[[], bool] = lambda: False,
-    stands: Container[str] = (),
-) -> None:  # fmt: skip
-    """Every cell that is not there yet and of which nothing stands, one after the other.
+def match(cell: Cell, stored: Iterable[Stored]) -> Stored | None:
+    return next((one for one in stored if one.is_of(cell)), None)
 
-    One that was stopped goes on where it stands.
-    """
-    cells = list(cells)
 
-    def is_there(cell: Cell) -> bool:
-        return cell.folder in stands or is_done(runs, cell)
+def is_done(runs: Path, cell: Cell) -> bool:
+    folder = runs / cell.folder
+    return ((folder / RESULT).exists() and (folder / COMMIT).exists()) or (folder / REASON).exists()
 
-    for name in dict.fromkeys(cell.experiment.data.dataset for cell in cells if not is_there(cell)):
+
+def run_missing(
+    runs: Path,
+    cells: Sequence[Cell],
+    display: Display,
+    stopping: Callable[[], bool] = lambda: False,
+    stored: Collection[Stored] = (),
+) -> None:
+    """Run every cell that is neither in `runs` nor stored. A run that was stopped is resumed."""
+    known = {cell.folder for cell in cells if match(cell, stored)}
+    missing = [cell for cell in cells if cell.folder not in known and not is_done(runs, cell)]
+    for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
         if not datasets.state_of(name).here:
-            datasets.load(name)  # says what is missing, before hours are spent on the others
+            datasets.load(name)  # raises before hours are spent on the others
+    display.skip(
+        sum(cell.experiment.rounds for cell in cells) - sum(cell.experiment.rounds for cell in missing)
+    )
     runs.mkdir(parents=True, exist_ok=True)
-    loaded: dict[str, Dataset] = {}
-    for cell in cells:
-        one = cell.experiment
-        if is_there(cell):  # by now: another process may play too
-            reporter.skip(one.rounds)
-            continue
+    loaded: dict[str, Any] = {}
+    for cell in missing:
+        name = cell.experiment.data.dataset
         if stopping():
             raise Stopped
-        reporter.begin(f"{cell.row}, {cell.column}", one.seed)
-        if one.data.dataset not in loaded:
-            loaded = {one.data.dataset: datasets.load(one.data.dataset)}  # one at a time: CIFAR is large
-        path = runs / cell.folder
-        try:
-            built = build(one, loaded[one.data.dataset])
-            folder = RunFolder(path, resume=True)
-            folder.stopping = stopping
-            run_built(built, folder, reporter)
-            write_text(path / COMMIT, json.dumps(commit()) + "\n")
-        except (NotApplicableError, GaveUpError) as error:
-            reporter.say(f"{cell.row}, {cell.column}: {error}")
-            reporter.skip(one.rounds)
-            path.mkdir(exist_ok=True)
-            write_text(path / REASON, json.dumps({"reason": str(error)}) + "\n")
+        if is_done(runs, cell):  # by another process, or as another cell of the same experiment
+            display.skip(cell.experiment.rounds)
+            continue
+        if name not in loaded:
+            loaded = {name: datasets.load(name)}  # one at a time: CIFAR is large
+        _run_cell(runs / cell.folder, cell, loaded[name], display, stopping)
 
 
-def commit() -> dict[str, str]:
-    """Which pfedla this is: its version, and in a checkout the commit."""
+def _run_cell(path: Path, cell: Cell, dataset: Any, display: Display, stopping: Callable[[], bool]) -> None:
+    display.begin(f"{cell.row}, {cell.column}", cell.experiment.seed)
+    try:
+        built = build(cell.experiment, dataset)
+        Run(built, RunFolder(path, resume=True), display=display, stopping=stopping).complete()
+        write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
+    except (NotApplicableError, GaveUpError) as error:
+        display.say(f"{cell.row}, {cell.column}: {error}")
+        path.mkdir(exist_ok=True)
+        reason = {"reason": str(error), "gave_up": isinstance(error, GaveUpError)}
+        write_text(path / REASON, json.dumps(reason) + "\n")
+
+
+def describe_version() -> dict[str, str]:
+    """Return the version of pfedla, and in a checkout the commit."""
     where = Path(pfedla.__file__).parents[2]
     version = {"pfedla": pfedla.__version__}
+    if not (where / ".git").exists():
+        return version
     words = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(words, capture_output=True, text=True, check=True) if (where / ".git").exists() else None
-    except (OSError, subprocess.CalledProcessError):  # no git, or not ours to ask
-        found = None
-    return version | ({"commit": found.stdout.strip()} if found else {})
+        return {
+            **version,
+            "commit": subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip(),
+        }
+    except (OSError, subprocess.CalledProcessError):  # no git
+        return version
 
 
-def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> dict[str, Any]:
-    """results.json: what is known of each cell that is there, all that tables and figures are made of.
+def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> Values:
+    """Write results.json: what is known of each cell, all that tables and figures are made of.
 
-    Cells that an earlier command left there, of other seeds or data sets, stay if they are still what the grid asks for; runs
-    of which another table's summary tells are taken from it.
+    No cell is lost: those that the grid does not ask for, or not with this budget, move to "other_cells",
+    which tables and figures ignore.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / SUMMARY
-    before = read_object(path)["cells"] if path.exists() else []
-    everything = replace(wanted, datasets=(), methods=(), clients=(), seeds=sorted({cell["seed"] for cell in before}))
-    asked_for = {place_of(cell): cell.folder for cell in cells_of(grid, everything)}
-    before = [cell for cell in before if asked_for.get(place(cell)) == cell["run"]]
-    stands, new = standing(folder, grid), []
-    for cell in cells_of(grid, wanted):
-        if is_done(runs, cell):
-            new.append(cell_summary(runs / cell.folder, cell, grid))
-        elif cell.folder in stands:
-            new.append(stands[cell.folder] | _where(cell))
-    known = {place(cell): cell for cell in [*before, *new]}
+    before, stored = read_cells(folder / SUMMARY), find_stored(folder, grid)
+    seeds = {*(wanted.seeds or grid.seeds), *(one.content["seed"] for one in before)}
+    everything = Wanted(seeds=sorted(seeds), rounds=wanted.rounds, paper_budget=wanted.paper_budget)
+    asked, now = list_cells(grid, everything), {cell.folder for cell in list_cells(grid, wanted)}
+    found: list[Values] = []
+    for cell in asked:
+        if cell.folder in now and is_done(runs, cell):
+            found.append(summarise_cell(runs / cell.folder, cell, grid))
+        elif (one := match(cell, stored if cell.folder in now else before)) is not None:
+            kept = {
+                key: value
+                for key, value in one.content.items()
+                if key != "alpha" or grid.form in FORMS_WITH_ALPHA
+            }
+            found.append({**kept, **place_of(cell)})
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
-    order = sorted(known, key=lambda where: (columns.index(where[0]), rows.index(where[1]), where[2]))
-    summary = {
-        "name": name, "title": grid.title, "form": grid.form, "columns": columns, "rows": rows,
+    found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
+    summary: Values = {
+        "format": FORMAT,
+        "name": name,
+        "title": grid.title,
+        "form": grid.form,
+        "columns": columns,
+        "rows": rows,
         "layers": {column.name: column.layer for column in grid.columns if column.layer},
-        "cells": [known[where] for where in order],
-    }  # fmt: skip
-    write_text(path, _one_line_per_cell(summary))
+        "other_cells": [one.content for one in before if not any(one.is_of(cell) for cell in asked)],
+        "cells": found,
+    }
+    write_text(folder / SUMMARY, _format_summary(summary))
     return summary
 
 
-def place(cell: dict[str, Any]) -> Place:
-    return cell["column"], cell["row"], cell["seed"]
+def place_of(cell: Cell) -> Values:
+    return {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed, "run": cell.folder}
 
 
-def place_of(cell: Cell) -> Place:
-    return cell.column, cell.row, cell.experiment.seed
+def _format_summary(summary: Values) -> str:
+    """Return JSON with one line per cell."""
+    lists = {
+        key: ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary[key])
+        for key in ("other_cells", "cells")
+    }
+    head = json.dumps(
+        {key: value for key, value in summary.items() if key not in lists}, ensure_ascii=False, indent=2
+    )
+    parts = [f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []' for key, lines in lists.items()]
+    return head.removesuffix("\n}") + ",\n  " + ",\n  ".join(parts) + "\n}\n"
 
 
-def _where(cell: Cell) -> dict[str, Any]:
-    return {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed}
-
-
-def _one_line_per_cell(summary: dict[str, Any]) -> str:
-    head = json.dumps({**summary, "cells": []}, ensure_ascii=False, indent=2).removesuffix("[]\n}")
-    cells = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary["cells"])
-    return f"{head}[\n{cells}\n]}}\n"
-
-
-def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
-    what = {**_where(cell), "run": cell.folder}
+def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
+    """Return what results.json keeps of a run."""
+    place = place_of(cell)
     if not (run / RESULT).exists():
-        return {**what, "reason": read_object(run / REASON)["reason"]}
+        asked = cell.experiment.model_dump(exclude={"rounds"})
+        return {**place, **read_object(run / REASON), "experiment": asked, "rounds": cell.experiment.rounds}
     result = read_result(run / RESULT)
     experiment = Experiment.parse(read_toml(run / EXPERIMENT))
-    machine = read_object(run / "environment.json")
-    lines = read_rounds(run)
+    machine, lines = read_object(run / "environment.json"), read_rounds(run)
     summary = {
-        **what,
+        **place,
         "accuracy": result["accuracy"],
         "accuracy_after_training": result["accuracy_after_training"]["mean"],
         "traffic": result["traffic"],
@@ -176,49 +225,45 @@ def cell_summary(run: Path, cell: Cell, grid: Grid) -> dict[str, Any]:
         "leaked_test_share": result["leaked_test_share"],
         "refused_uploads": result["refused_uploads"],
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
-        "retained": _retained(lines),
+        "retained": _count_retained(lines),
         "seconds": round(result["seconds"]["total"], 1),
         "run_by": read_object(run / COMMIT) | {key: machine[key] for key in RUN_BY if key in machine},
-        "experiment": {key: value for key, value in experiment.numbers().items() if key not in ("faults", "uploads")},
+        "experiment": experiment.model_dump(exclude={"rounds", "checkpoint", "faults", "uploads"}),
         "rounds": experiment.rounds,
     }
-    if (found := read_alpha(run)) is None:
-        return summary
-    alpha, layers, rounds = found
-    retained = algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options).get("retained_layers", 0)
-    if retained and experiment.participation == 1 and rounds == list(range(experiment.rounds + 1)):
-        sizes = layers_of(experiment.data.dataset, experiment.model)
-        full = planned_traffic(sizes, len(alpha[0]), experiment.rounds, []).down_bytes
-        by_weights = saved_by_weights(alpha[:-1], sizes, retained)
-        summary["saved_bytes"] = {"sent": full - result["traffic"]["down_bytes"], "accounted": by_weights}
-    if grid.form in FORMS_WITH_ALPHA:
-        step = -(-(len(rounds) - 1) // (SNAPSHOTS - 1)) or 1
-        kept = sorted({*range(0, len(rounds), step), len(rounds) - 1})
-        summary["alpha"] = {
-            "layers": layers,
-            "rounds": [rounds[position] for position in kept],
-            "values": [[[[round(float(v), 4) for v in row] for row in rows] for rows in alpha[position]] for position in kept],
-            "classes": read_object(run / "federation.json")["train"],
-        }
-    return summary
+    if (saved := saved_bytes(experiment, result)) is not None:
+        summary["saved_bytes"] = {"sent": saved}
+    return {**summary, "alpha": _thin_alpha(run)} if grid.form in FORMS_WITH_ALPHA else summary
 
 
-def ran_here(cell: dict[str, Any]) -> bool:
-    """Whether the last bits can be asked for: it was played with this torch on such a CPU."""
-    machine = environment()
-    return bool(machine["cpu_model"]) and all(cell["run_by"].get(key) == machine[key] for key in ("torch", "cpu", "cpu_model"))
+def _count_retained(lines: list[Values]) -> dict[str, int]:
+    """Return how often each layer was retained, over the rounds that have a line."""
+    layers = dict.fromkeys(layer for line in lines for layer in line["retained"])
+    return {layer: sum(line["retained"].get(layer, 0) for line in lines) for layer in layers}
 
 
-def differences(before: dict[str, Any], again: dict[str, Any]) -> list[str]:
-    """What is not the same when a cell was played again: all but how long it took and what it ran on."""
-    apart = {"seconds", "run_by"}
-    return sorted(key for key in before.keys() | again.keys() if key not in apart and before.get(key) != again.get(key))
+def _thin_alpha(run: Path) -> Values | None:
+    """Return the weights of at most 21 snapshots, and the classes of the clients."""
+    if (alpha := read_alpha(run)) is None:
+        return None
+    last = len(alpha.rounds) - 1
+    kept = sorted({*range(0, last + 1, max(1, -(-last // (SNAPSHOTS - 1)))), last})
+    return {
+        "layers": alpha.layers,
+        "rounds": [alpha.rounds[position] for position in kept],
+        "values": alpha.values[kept].astype(float).round(4).tolist(),
+        "classes": read_federation(run)["train"],
+    }
 
 
-def _retained(lines: list[dict[str, Any]]) -> dict[str, int]:
-    """How often each layer was kept at home, over the rounds that have a line."""
-    total: dict[str, int] = {}
-    for line in lines:
-        for layer, count in line["retained"].items():
-            total[layer] = total.get(layer, 0) + count
-    return total
+def ran_here(cell: Values) -> bool:
+    """Whether a cell was run with this torch on this model of CPU, so that a repetition has the same bits."""
+    machine = describe_environment()
+    keys = ("torch", "cpu", "cpu_model")
+    return bool(machine["cpu_model"]) and all(cell["run_by"].get(key) == machine[key] for key in keys)
+
+
+def list_differences(before: Values, again: Values) -> list[str]:
+    """Return which numbers of a cell differ after a repetition."""
+    apart = {"seconds", "run_by", "experiment", "run"}
+    return sorted(key for key in before.keys() & again.keys() - apart if before[key] != again[key])

@@ -1,61 +1,64 @@
 """A table or figure of the paper as data: experiments/<name>/grid.toml says which runs it is made of.
 
-Rows (a method and its options) times columns (a data set, a number of clients) times seeds; each is a cell, one experiment.
+Rows (a method and its options) times columns (a data set, a number of clients) times seeds are its cells.
 """
 
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 import pfedla
 from pfedla import algorithms
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import safe_name
+from pfedla.core.settings import AUTO, Section
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.overrides import overlay
 
 GRID, PAPER = "grid.toml", "paper.toml"
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
 Values = dict[str, Any]
+Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Row(_Part):
-    """A method: what the paper calls it, and what differs from the common experiment."""
-
+class Row(Section):
     name: str
     experiment: Values
+    """What differs from the experiment that all cells have in common: the method."""
 
 
-class Column(_Part):
-    """A data set or setting. `paper_experiment` is what the paper's own, longer run has instead."""
-
+class Column(Section):
     name: str
     experiment: Values
-    paper_experiment: Values = {}
-    row_experiment: dict[str, Values] = {}  # what a row has in this column alone
-    only: list[str] = []  # the rows that are run in this column; empty: all
-    layer: str = ""  # the layer that a heat map shows
-    retained: list[str] = []  # which layers the paper's k keeps at home, in their order
+    """What differs from the experiment that all cells have in common: the data."""
+    paper_experiment: Values = Field({})
+    """The paper's own, longer budget."""
+    row_experiment: dict[str, Values] = Field({})
+    """What a row has in this column alone."""
+    only: list[str] = Field([])
+    """The rows of this column; empty: all."""
+    layer: str = ""
+    """The layer that a heat map shows."""
+    retained: list[str] = Field([])
+    """The layers that the paper's k retains, in their order."""
 
 
-class Grid(_Part):
+class Grid(Section):
     title: str
     form: Form
-    seeds: Annotated[list[int], Field(min_length=1)] = [0]
-    experiment: Values  # common to all cells
-    rows: Annotated[list[Row], Field(min_length=1)]
-    columns: Annotated[list[Column], Field(min_length=1)]
-    rounds_of_accounting: int = 75  # of the table whose MiB are computed, not run
+    seeds: list[int] = Field([0], min_length=1)
+    experiment: Values
+    rows: list[Row] = Field(min_length=1)
+    columns: list[Column] = Field(min_length=1)
+    rounds_of_accounting: int = 75
+    """Rounds of the table whose MiB are computed, not run."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +68,58 @@ class Cell:
     experiment: Experiment
 
     @property
-    def folder(self) -> str:
-        """Its run's folder: the same for the same experiment, whichever table asks for it."""
+    def label(self) -> str:
+        """What can be read in the name of the run's folder."""
         one = self.experiment
-        options = algorithms.resolve_options(one.algorithm.name, one.algorithm.options)
-        decides = {**one.numbers(), "rounds": one.rounds, "algorithm": {"name": one.algorithm.name, **options}}
-        digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
-        data = one.data
-        return f"{one.algorithm.name}-{safe_name(data.dataset)}-{data.split_name}-r{one.rounds}-s{one.seed}-{digest}"
+        data = f"{safe_name(one.data.dataset)}-{one.data.split_name}"
+        return f"{one.algorithm.name}-{data}-r{one.rounds}-s{one.seed}"
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder: the same for the same experiment, whichever table asks for it."""
+        identity = {**self.experiment.identity(), "rounds": self.experiment.rounds}
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.label}-{digest}"
+
+    @cached_property
+    def settings(self) -> Values:
+        return flatten(self.experiment)
+
+    def is_made_by(self, settings: Values) -> bool:
+        """Whether a run with these settings is this cell's: equal wherever the grid does not say "auto"."""
+        return all(value in (AUTO, settings.get(key)) for key, value in self.settings.items())
+
+
+def flatten(experiment: Experiment) -> Values:
+    """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
+    may_differ: Any = {"checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
+    values = experiment.model_dump(exclude=may_differ)
+    section = experiment.algorithm
+    values["algorithm"] = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
+    flat: Values = {}
+    for key, value in values.items():
+        flat |= (
+            {f"{key}.{inner}": one for inner, one in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
+    return flat
 
 
 def home() -> Path:
-    """Where the experiments are: in the package, or beside it in a checkout."""
+    """Return where the experiments are: in the package, or beside it in a checkout."""
     package = Path(pfedla.__file__).parent
-    return next((place for place in (package / "experiments", package.parents[1] / "experiments") if place.is_dir()), package)
+    places = (package / "experiments", package.parents[1] / "experiments")
+    return next((place for place in places if place.is_dir()), package)
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     return sorted(path.parent.name for path in home().glob(f"*/{GRID}"))
 
 
-def load(name: str) -> Grid:
-    if name not in names():
-        raise unknown("experiment", name, names())
+def load_grid(name: str) -> Grid:
+    if name not in list_names():
+        raise unknown("experiment", name, list_names())
     path = home() / name / GRID
     try:
         return Grid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -95,15 +127,15 @@ def load(name: str) -> Grid:
         raise PfedlaError(f"{path}: {error}") from None
 
 
-def paper(name: str) -> dict[str, dict[str, Any]]:
-    """The paper's numbers: column -> row -> value."""
+def load_paper(name: str) -> Paper:
+    """Return the paper's numbers."""
     path = home() / name / PAPER
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which cells are asked for, and with what budget; what is left out is as in the grid."""
+    """Which cells are asked for, and with what budget; an empty field means as in the grid."""
 
     datasets: Collection[str] = ()
     methods: Collection[str] = ()
@@ -113,49 +145,53 @@ class Wanted:
     paper_budget: bool = False
 
 
-def cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B008 (frozen)
-    """Seed by seed, so that a table is whole as early as it can be."""
-    found = []
-    for seed in wanted.seeds or grid.seeds:
-        for column in grid.columns:
-            for row in grid.rows:
-                if column.only and row.name not in column.only:
-                    continue
-                cell = Cell(row.name, column.name, _experiment(grid, row, column, seed, wanted))
-                if _is_wanted(cell, wanted):
-                    found.append(cell)
+def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B008 (frozen)
+    """Return the cells seed by seed, so that a table is complete as early as possible."""
     _check(grid, wanted)
+    found = [
+        cell
+        for seed in wanted.seeds or grid.seeds
+        for column in grid.columns
+        for row in grid.rows
+        if not column.only or row.name in column.only
+        if _is_wanted(cell := Cell(row.name, column.name, _compose(grid, row, column, seed, wanted)), wanted)
+    ]
     if not found:
-        raise PfedlaError("no run of this experiment is of all that was asked for: data sets, methods and clients")
+        raise PfedlaError(
+            "no cell of this experiment has the data set, method and clients that were asked for"
+        )
     return found
 
 
-def _experiment(grid: Grid, row: Row, column: Column, seed: int, wanted: Wanted) -> Experiment:
+def _compose(grid: Grid, row: Row, column: Column, seed: int, wanted: Wanted) -> Experiment:
     values: Values = {"seed": seed}
     budget = column.paper_experiment if wanted.paper_budget else {}
-    for part in (grid.experiment, column.experiment, budget, row.experiment, column.row_experiment.get(row.name, {})):
+    own = column.row_experiment.get(row.name, {})
+    for part in (grid.experiment, column.experiment, budget, row.experiment, own):
         values = overlay(values, part)
-    if wanted.rounds is not None:
-        values["rounds"] = wanted.rounds
-    return Experiment.parse(values)
+    return Experiment.parse(values if wanted.rounds is None else {**values, "rounds": wanted.rounds})
 
 
 def _is_wanted(cell: Cell, wanted: Wanted) -> bool:
     one = cell.experiment
     return (
         (not wanted.datasets or one.data.dataset in wanted.datasets)
-        and (not wanted.methods or cell.row in wanted.methods or one.algorithm.name in wanted.methods)
+        and (not wanted.methods or bool({cell.row, one.algorithm.name} & set(wanted.methods)))
         and (not wanted.clients or one.data.clients in wanted.clients)
     )
 
 
 def _check(grid: Grid, wanted: Wanted) -> None:
-    """A word that fits nothing is a mistake."""
-    every = [_experiment(grid, row, column, 0, Wanted()) for column in grid.columns for row in grid.rows]
+    """Refuse a word that fits nothing in the grid."""
+    every = [_compose(grid, row, column, 0, Wanted()) for column in grid.columns for row in grid.rows]
+    methods = [*(row.name for row in grid.rows), *(one.algorithm.name for one in every)]
     choices: dict[str, tuple[Collection[object], list[str]]] = {
         "data set": (wanted.datasets, [one.data.dataset for one in every]),
-        "method": (wanted.methods, [*(row.name for row in grid.rows), *(one.algorithm.name for one in every)]),
-        "number of clients": (wanted.clients, [str(one.data.clients) for one in every if one.data.clients != "auto"]),
+        "method": (wanted.methods, methods),
+        "number of clients": (
+            wanted.clients,
+            [str(one.data.clients) for one in every if one.data.clients != AUTO],
+        ),
     }
     for kind, (asked, there) in choices.items():
         for word in asked:

@@ -4,7 +4,7 @@ const main = document.getElementById("main");
 const several = (data) => data.runs.length > 1;
 
 function summarySection(data) {
-  const explained = el("p", { class: "note" }, "Test accuracy of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, lowest tenth and worst over the clients. After training: of the model right after local training, before it is mixed again. MiB (2^20 bytes): tensors sent, down is server to client.");
+  const explained = el("p", { class: "note" }, "Test accuracy of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, 10th percentile and worst over the clients. After training: of the model right after local training, before it is mixed again. MiB (2^20 bytes): tensors sent, down is server to client.");
   if (several(data)) {
     const finals = data.runs.map((run) => run.final?.mean ?? -1), best = Math.max(...finals);
     const rows = data.runs.map((run, position) => {
@@ -13,11 +13,11 @@ function summarySection(data) {
       return [run.name, mean, ...["std", "p10", "worst", "after"].map((key) => percent(end?.[key])), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
         end?.seconds == null ? "–" : end.seconds.toFixed(1), `${run.played} of ${run.rounds}`];
     });
-    return [table(["run", "accuracy", "std", "lowest tenth", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows, "Bold: the highest mean."), explained];
+    return [table(["run", "accuracy", "std", "10th percentile", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows, "Bold: the highest mean."), explained];
   }
   const [run] = data.runs, end = run.final;
   if (!end) return [el("p", {}, "No round has been evaluated yet.")];
-  const tiles = [["accuracy", percent(end.mean), "mean of clients"], ["worst client", percent(end.worst), "accuracy"], ["lowest tenth", percent(end.p10), "accuracy"],
+  const tiles = [["accuracy", percent(end.mean), "mean of clients"], ["worst client", percent(end.worst), "accuracy"], ["10th percentile", percent(end.p10), "accuracy"],
     ["spread", percent(end.std), "standard deviation over clients"], ["after training", percent(end.after), "mean accuracy"],
     ["MiB down", mebibytes(end.down), "server to clients"], ["MiB up", mebibytes(end.up), "clients to server"], ["rounds", `${run.played}`, `of ${run.rounds}`],
     ...(end.seconds == null ? [] : [["seconds", end.seconds.toFixed(1), "all rounds"]])];
@@ -31,7 +31,7 @@ function curvesSection(data) {
   const options = { label: "Accuracy over the rounds", xLabel: "round", whole: true, yText: accuracyText, xText: (round) => `round ${round}` };
   if (several(data)) return [el("p", {}, "Personal models, mean of clients."), chart(data.runs.map((run, n) => ({ name: run.name, colour: colour(n), points: line(run, "mean") })), options)];
   const [run] = data.runs;
-  return [chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: "lowest tenth", colour: colour(3), dash: "2 3", points: line(run, "p10") },
+  return [chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: "10th percentile", colour: colour(3), dash: "2 3", points: line(run, "p10") },
     { name: "worst client", colour: colour(6), dash: "6 3", points: line(run, "worst") }, { name: "after training, mean of the cohort", colour: colour(1), points: line(run, "after") }], options)];
 }
 
@@ -90,7 +90,7 @@ function trafficSection(data) {
   const retained = data.runs.filter((run) => run.final?.down && run.curve.some((point) => Object.keys(point.retained).length)).map((run) => {
     const total = {};
     for (const point of run.curve) for (const [layer, count] of Object.entries(point.retained)) total[layer] = (total[layer] || 0) + count;
-    return el("p", {}, `${run.name} kept layers at home, in the rounds shown: ${Object.entries(total).sort((a, b) => b[1] - a[1]).map(([layer, count]) => `${layer} ${count} times`).join(", ")}.`);
+    return el("p", {}, `${run.name} retained layers, in the rounds shown: ${Object.entries(total).sort((a, b) => b[1] - a[1]).map(([layer, count]) => `${layer} ${count} times`).join(", ")}.`);
   });
   return [table(["run", "MiB down", "MiB up", "MiB in all"], rows), ...drawing, ...retained];
 }

@@ -1,0 +1,188 @@
+"""Read run folders: result.json, rounds.jsonl, alpha.safetensors, federation.json. Without torch.
+
+result.json carries "format": 2. A file without it is of format 1, and is read too.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from pfedla.core.errors import PfedlaError
+from pfedla.core.files import read_object
+
+Array = npt.NDArray[Any]
+FORMAT = 2
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+Failures = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[str, Count]]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Spread(_Part):
+    mean: Share | None
+    std: Share | None
+    p10: Share | None
+    worst: Share | None
+
+
+class _PerClient(_Spread):
+    per_client: list[Share | None]
+
+
+class _Accuracies(_Part):
+    accuracy: _Spread
+    accuracy_after_training: _Spread
+
+
+class _Unseen(_Accuracies):
+    accuracy_before: _Spread
+    accuracy_alone: _Spread
+    clients: list[Any]
+
+
+class _Traffic(_Part):
+    down_bytes: Count
+    up_bytes: Count
+
+
+class _Seconds(_Part):
+    total: Seconds
+    phases: dict[str, Seconds]
+
+
+class _Result(_Part):
+    format: Annotated[int, Field(ge=1, le=FORMAT)] = 1
+    algorithm: str
+    dataset: str
+    partition: str
+    subset: str
+    overlapping: bool
+    leaked_test_share: Share
+    clients: Count
+    rounds: Annotated[int, Field(ge=1)]
+    seed: Count
+    accuracy: _PerClient
+    accuracy_after_training: _PerClient
+    traffic: _Traffic
+    seconds: _Seconds
+    refused_uploads: Count
+    failures: Failures
+    faults: dict[str, Any]
+    attackers: list[Any] = []
+    honest: _Accuracies | None = None
+    unseen: _Unseen | None = None
+
+
+class _Honest(_Part):
+    accuracy: _Spread
+
+
+class _Round(_Honest, _Traffic):
+    round: Annotated[int, Field(ge=1)]
+    loss: float | None
+    accuracy_after_training: Share | None
+    training_loss: float | None
+    seconds: dict[str, Seconds]
+    cohort: list[Count]
+    retained: dict[str, Count]
+    failures: Failures
+    honest: _Honest | None = None
+
+
+class Alpha(NamedTuple):
+    values: Array  # [snapshots, receivers, layers, senders]
+    layers: list[str]
+    rounds: list[int]  # of the snapshots; 0 is the start
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Return the checked content of a result.json. The algorithm has its present name."""
+    content = read_object(path)
+    _check(_Result, content, path)
+    if "format" not in content and (path.parent / "experiment.toml").exists():
+        content["algorithm"] = algorithm_name(read_experiment(path.parent)["algorithm"])
+    return content
+
+
+def round_of(line: str) -> int | None:
+    """Return the round of a line of rounds.jsonl; None for a line that was cut off or is damaged."""
+    try:
+        return _Round.model_validate_json(line).round
+    except ValidationError:
+        return None
+
+
+def read_rounds(run: Path) -> list[dict[str, Any]]:
+    """Return the evaluated rounds so far. A last line that is still being written is left out."""
+    path = run / "rounds.jsonl"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    try:
+        rounds = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise PfedlaError(f"{path} is damaged: {error}") from None
+    for content in rounds:
+        _check(_Round, content, path)
+    return rounds
+
+
+def read_alpha(run: Path) -> Alpha | None:
+    """Return the weights of a run; None for a method without weights."""
+    path = run / "alpha.safetensors"
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            layers = json.loads(file.metadata()["layers"])
+            return Alpha(file.get_tensor("alpha"), layers, file.get_tensor("rounds").tolist())
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise PfedlaError(f"{path} is damaged: {error!r:.200}") from None
+
+
+def read_experiment(run: Path) -> dict[str, Any]:
+    """Return experiment.toml as it was written."""
+    path = run / "experiment.toml"
+    if not path.exists():
+        raise PfedlaError(f"{run} is not a run folder: it has no experiment.toml")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PfedlaError(f"{path} is damaged: {error}") from None
+
+
+def read_federation(run: Path) -> dict[str, Any]:
+    if not (run / "federation.json").exists():
+        raise PfedlaError(
+            f"{run} has no federation.json yet: the run has just started; try again in a moment"
+        )
+    return read_object(run / "federation.json")
+
+
+def algorithm_name(section: dict[str, Any]) -> str:
+    """Return the present name of an algorithm: in format 1 the held-out rule was an option of pfedla."""
+    return "pfedla-heldout" if section.get("rule") == "held-out" else str(section["name"])
+
+
+def label_counts(federation: dict[str, Any]) -> Array | None:
+    """Return the training examples [clients, classes] of a federation.json; None where they are unknown."""
+    counts = np.array(federation["train"])
+    return counts if counts.ndim == 2 else None
+
+
+def _check(model: type[BaseModel], content: Any, path: Path) -> None:
+    try:
+        model.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise PfedlaError(f"{path} is damaged: {where}: {problem['msg']}") from None
