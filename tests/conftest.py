@@ -11,12 +11,12 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from pfedla.algorithms import ALGORITHMS, create
-from pfedla.core.contracts import Algorithm, Cohort, Engine, Params, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import Faults
 from pfedla.core.rounds import Round, Traffic, run_rounds
 from pfedla.core.settings import EngineSettings, Recalibrate, Training
-from pfedla.core.tasks import task_of
+from pfedla.core.tasks import ClassificationTask, task_of
 from pfedla.core.uploads import NO_ANSWER, Accepted, accept
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
@@ -28,14 +28,14 @@ settings.load_profile("pfedla")
 
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
-# Both learn from the first round on; the default warms up for longer than most tests last.
-PAPER: dict[str, Any] = {"rule": "paper"}
-HELD_OUT: dict[str, Any] = {"rule": "held-out", "warm_up": 0}
-PRESETS = {"pfedla": PAPER, "heurpfedla": PAPER}
+HELD_OUT: dict[str, Any] = {"warm_up": 0}  # the default warms up for longer than most tests last
+PRESETS = {"pfedla-heldout": HELD_OUT}
 VARIANTS = {  # options that are a path of their own
-    "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3, **PAPER}),
-    "pfedla-held-out": ("pfedla", {**HELD_OUT, "learning_rounds": 2}),
-    "heurpfedla-held-out": ("heurpfedla", {**HELD_OUT, "learning_rounds": 2}),
+    "per-fedavg-hessian-free": ("per-fedavg", {"hessian_free": True}),
+    "fedfomo-start": ("fedfomo", {"reference": "start"}),
+    "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
+    "pfedla-heldout-sketched": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "sketch": 8}),
+    "pfedla-heldout-retained": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "retained_layers": 1}),
 }
 
 
@@ -51,6 +51,28 @@ class TinyNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(torch.tanh(self.bn(self.fc1(x))))
+
+
+class Parabola(ClassificationTask):
+    """f(w; x) = (w - mean x)² / 2: its gradient is w - mean x. Keeps the batches that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1, 1, bias=False).double())
+        self.seen: list[list[float]] = []
+
+    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Any = None) -> Any:
+        self.seen.append(x.tolist())
+        gap = parameters["weight"] - x.mean()
+        return {"weight": gap}, gap.square().sum() / 2, statistics
+
+    @staticmethod
+    def data(*values: float, epochs: int = 1) -> LocalData:
+        x, order = torch.tensor(values, dtype=torch.float64), torch.arange(len(values)).repeat(epochs, 1)
+        return LocalData(x, torch.zeros(len(values)).long(), order)
+
+    @staticmethod
+    def download(value: float) -> Payload:
+        return Payload({"weight": torch.tensor([[value]], dtype=torch.float64)}, torch.tensor([True]))
 
 
 def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
@@ -85,10 +107,17 @@ def engine_for(
 
 
 def make(
-    name: str, *, batch_norm: bool | None = False, epochs: int = 2, batch_size: int = 5, lr: float = 0.1, **options: Any
+    name: str,
+    *,
+    batch_norm: bool | None = False,
+    module: nn.Module | None = None,
+    epochs: int = 2,
+    batch_size: int = 5,
+    lr: float = 0.1,
+    **options: Any,
 ) -> Algorithm:
-    """A method or variant for the tiny net; with `batch_norm=None` one with BatchNorm where the method takes it."""
-    module = TinyNet(applies(name, True) if batch_norm is None else batch_norm)
+    """A method or variant for a module or the tiny net; `batch_norm=None`: with BatchNorm where that fits."""
+    module = module or TinyNet(applies(name, True) if batch_norm is None else batch_norm)
     name, preset = VARIANTS.get(name, (name, PRESETS.get(name, {})))
     return create(name, task_of(module), budget(lr, epochs, batch_size), preset | options)
 
@@ -106,7 +135,10 @@ def methods(*quick: str, variants: bool = False) -> list[Any]:
     """Every method of the registry, with BatchNorm where it fits as there is more to go wrong; but for `quick` (if any are
     named) with the slow tests."""
     names = [*ALGORITHMS, *(VARIANTS if variants else ())]
-    return [pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name) for name in names]
+    return [
+        pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name)
+        for name in names
+    ]
 
 
 def play(
@@ -135,7 +167,10 @@ def play(
 def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> Accepted:
     """What a cohort's training brings in, all of it sound; only of some clients, if they are named."""
     answers = engine.train(cohort, downloads)
-    kept = [answer if not ids or client in ids else NO_ANSWER for client, answer in zip(cohort.ids, answers, strict=True)]
+    kept = [
+        answer if not ids or client in ids else NO_ANSWER
+        for client, answer in zip(cohort.ids, answers, strict=True)
+    ]
     accepted, failures = accept(engine.algorithm, {}, cohort, downloads, kept)
     assert len(accepted.cohort.ids) == (len(ids) or len(answers)), failures
     return accepted
@@ -149,7 +184,9 @@ def assert_same(left: Params, right: Params, tolerance: float = 0.0) -> None:
     """Bit for bit, unless a tolerance is given."""
     assert left.keys() == right.keys()
     for name, value in left.items():
-        torch.testing.assert_close(value, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            value, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 NOTHING = Payload({}, torch.empty(0, dtype=torch.bool))  # what a client is sent, where it does not matter

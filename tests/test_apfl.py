@@ -40,10 +40,14 @@ def test_one_step_by_hand() -> None:
     zero = torch.zeros(2, 1)
     client = {PERSONAL + "weight": zero, PERSONAL + "bias": own, MIXING: torch.tensor(0.25)}
     data = LocalData(torch.zeros(1, 1), torch.tensor([0]), torch.tensor([[0]]))
-    result = algorithm.local_update(client, Payload({"weight": zero, "bias": received}, torch.ones(1).bool()), data)
+    result = algorithm.local_update(
+        client, Payload({"weight": zero, "bias": received}, torch.ones(1).bool()), data
+    )
     p1 = 1 / (1 + torch.e)  # at the mix (1, 0)
     at_mixed = torch.tensor([-p1, p1])
-    torch.testing.assert_close(result.upload.tensors["bias"], torch.tensor([0.25, -0.25]))  # w - 0.5 (-1/2, 1/2)
+    torch.testing.assert_close(
+        result.upload.tensors["bias"], torch.tensor([0.25, -0.25])
+    )  # w - 0.5 (-1/2, 1/2)
     torch.testing.assert_close(result.client[PERSONAL + "bias"], own - 0.5 * 0.25 * at_mixed)
     share = 0.25 - 0.5 * 4.0 * -p1
     assert result.client[MIXING].item() == pytest.approx(share)
@@ -66,16 +70,24 @@ def test_a_round_equals_a_slow_twin(adaptive: bool) -> None:
     )  # fmt: skip
 
     def loss(model: dict, rows: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(task.module, model, (example.x[rows].double(),)), example.y[rows])
+        return F.cross_entropy(
+            functional_call(task.module, model, (example.x[rows].double(),)), example.y[rows]
+        )
 
     for step, rows in enumerate(rows for epoch in order for rows in (epoch[:5], epoch[5:10], epoch[10:])):
-        leaves = {f"{part}{n}": p.clone().requires_grad_() for part, model in (("v", v), ("w", w)) for n, p in model.items()}
+        leaves = {
+            f"{part}{n}": p.clone().requires_grad_()
+            for part, model in (("v", v), ("w", w))
+            for n, p in model.items()
+        }
         share = a.clone().requires_grad_()
         # The mixed loss is differentiated with respect to v and a, w being a constant of it; and w's own loss.
         mixed = {n: share * leaves["v" + n] + (1 - share) * w[n] for n in v}
         names = list(v)
         gradients = torch.autograd.grad(loss(mixed, rows), [leaves["v" + n] for n in names] + [share])
-        shared = torch.autograd.grad(loss({n: leaves["w" + n] for n in names}, rows), [leaves["w" + n] for n in names])
+        shared = torch.autograd.grad(
+            loss({n: leaves["w" + n] for n in names}, rows), [leaves["w" + n] for n in names]
+        )
         v = {n: v[n] - 0.1 * g for n, g in zip(names, gradients[:-1], strict=True)}
         w = {n: w[n] - 0.1 * g for n, g in zip(names, shared, strict=True)}
         if adaptive and step == 0:
@@ -111,7 +123,9 @@ def test_no_share_of_its_own_is_fedavg_bit_for_bit(federation: Federation, batch
 def test_nothing_but_its_own_is_local_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
     algorithm = apfl(batch_norm, mixing=1.0, adaptive=False)
     local = Local(task=algorithm.task, training=TRAINING)
-    for mine, theirs in zip(*(models(a, federation, participation=0.5) for a in (algorithm, local)), strict=True):
+    for mine, theirs in zip(
+        *(models(a, federation, participation=0.5) for a in (algorithm, local)), strict=True
+    ):
         assert_same(mine, theirs)
 
 

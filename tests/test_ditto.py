@@ -20,15 +20,16 @@ TRAINING = budget(0.1, 2, 5)
 ALL_SENT = torch.ones(2).bool()
 
 
-def ditto(batch_norm: bool = False, training: LocalTraining = TRAINING, **options: object) -> Ditto:
-    return Ditto(task=task_of(TinyNet(batch_norm)), training=training, **options)
+def ditto(batch_norm: bool = False, **options: object) -> Ditto:
+    return Ditto(task=task_of(TinyNet(batch_norm)), training=TRAINING, **options)
 
 
 def test_the_server_is_fedavg_by_hand() -> None:
     algorithm = Ditto(task=task_of(nn.Linear(1, 2)), training=TRAINING)
     cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
     uploads = Payload(
-        {"weight": torch.tensor([[[1.0], [0.0]], [[5.0], [4.0]]]), "bias": torch.zeros(2, 2)}, torch.ones(2, 1).bool()
+        {"weight": torch.tensor([[[1.0], [0.0]], [[5.0], [4.0]]]), "bias": torch.zeros(2, 2)},
+        torch.ones(2, 1).bool(),
     )
     server = algorithm.init_server(5, seed=0)
     after = algorithm.aggregate(server, cohort, algorithm.download(server, cohort), uploads)
@@ -50,21 +51,30 @@ def test_the_client_equals_a_slow_twin() -> None:
     task = task_of(TinyNet(dtype=torch.float64))
     algorithm = Ditto(task=task, training=TRAINING, penalty=0.7, personal_epochs=1)
     noise = torch.Generator().manual_seed(2)
-    client = {n: v + 0.3 * torch.randn(v.shape, generator=noise, dtype=v.dtype) for n, v in task.initial().items()}
+    client = {
+        n: v + 0.3 * torch.randn(v.shape, generator=noise, dtype=v.dtype) for n, v in task.initial().items()
+    }
     received = task.initial()
     example = toy_federation((13,)).train[0]
     order = torch.stack([torch.randperm(13, generator=noise) for _ in range(2)])
-    result = algorithm.local_update(client, Payload(received, ALL_SENT), LocalData(example.x.double(), example.y, order))
+    result = algorithm.local_update(
+        client, Payload(received, ALL_SENT), LocalData(example.x.double(), example.y, order)
+    )
 
     def twin(start: dict, epochs: int, pull: float) -> dict:
         leaves = {n: v.clone().requires_grad_() for n, v in start.items()}
         for epoch in range(epochs):
             for rows in (order[epoch][:5], order[epoch][5:10], order[epoch][10:]):
-                objective = F.cross_entropy(functional_call(task.module, leaves, (example.x[rows].double(),)), example.y[rows])
-                objective = objective + pull / 2 * sum(((v - received[n]) ** 2).sum() for n, v in leaves.items())
+                objective = F.cross_entropy(
+                    functional_call(task.module, leaves, (example.x[rows].double(),)), example.y[rows]
+                )
+                objective = objective + pull / 2 * sum(
+                    ((v - received[n]) ** 2).sum() for n, v in leaves.items()
+                )
                 gradients = torch.autograd.grad(objective, list(leaves.values()))
                 leaves = {
-                    n: (v - 0.1 * g).detach().requires_grad_() for (n, v), g in zip(leaves.items(), gradients, strict=True)
+                    n: (v - 0.1 * g).detach().requires_grad_()
+                    for (n, v), g in zip(leaves.items(), gradients, strict=True)
                 }
         return {n: v.detach() for n, v in leaves.items()}
 
@@ -83,7 +93,9 @@ def test_without_a_pull_it_is_local_and_fedavg_bit_for_bit(federation: Federatio
     assert torch.equal(played[-1].evaluation.loss, local_played[-1].evaluation.loss)
     fedavg_played, _ = play(fedavg, federation, participation=0.5)
     # In training mode BatchNorm does not read its statistics, so the parameters are FedAvg's with BatchNorm too.
-    assert_same(played[-1].server["model"], algorithm.task.layers.parameters(fedavg_played[-1].server["model"]))
+    assert_same(
+        played[-1].server["model"], algorithm.task.layers.parameters(fedavg_played[-1].server["model"])
+    )
 
 
 def test_a_stronger_pull_brings_the_personal_models_nearer_to_the_global_one(federation: Federation) -> None:

@@ -7,8 +7,9 @@ from conftest import TinyNet, assert_same, budget, play, toy_federation
 from torch import nn
 from torch.func import functional_call
 
-from pfedla.algorithms.fedala import HAS_TRAINED, WEIGHT, FedALA
+from pfedla.algorithms.fedala import WEIGHT, FedALA
 from pfedla.algorithms.fedavg import FedAvg
+from pfedla.algorithms.partial import strip_prefix
 from pfedla.core.contracts import LocalData, Payload
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.layers import take
@@ -18,6 +19,7 @@ from pfedla.data.federation import Federation
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 TRAINING = budget(0.1, 2, 5)
 BOTH = torch.ones(2).bool()
+TRUE = torch.tensor(True)
 
 
 def fedala(batch_norm: bool = False, **options: object) -> FedALA:
@@ -26,14 +28,19 @@ def fedala(batch_norm: bool = False, **options: object) -> FedALA:
 
 def test_one_weight_step_by_hand() -> None:
     """A bias of two classes, two examples of class 0: the gradient is (p0 - 1, p1), times global - local per element."""
-    algorithm = FedALA(task=task_of(nn.Linear(1, 2)), training=budget(0.1, 1, 2), weight_lr=0.5, sample_share=1.0)
+    algorithm = FedALA(
+        task=task_of(nn.Linear(1, 2)), training=budget(0.1, 1, 2), weight_lr=0.5, sample_share=1.0
+    )
     zero, ones = torch.zeros(2, 1), torch.ones(2, 1)
     client = {
-        "weight": zero, "bias": torch.tensor([2.0, 1.0]), WEIGHT + "weight": ones, WEIGHT + "bias": torch.tensor([0.5, 1.0]),
-        HAS_TRAINED: torch.tensor(True),
-    }  # fmt: skip
+        "weight": zero,
+        "bias": torch.tensor([2.0, 1.0]),
+        WEIGHT + "weight": ones,
+        WEIGHT + "bias": torch.tensor([0.5, 1.0]),
+    }
     download = Payload({"weight": zero, "bias": torch.tensor([0.0, 1.5])}, torch.ones(1).bool())
-    weights = algorithm._fit(client, download, LocalData(torch.zeros(2, 1), torch.zeros(2).long(), torch.tensor([[0, 1]])))
+    data = LocalData(torch.zeros(2, 1), torch.zeros(2).long(), torch.tensor([[0, 1]]), has_trained=TRUE)
+    weights = algorithm._fit(client, download, data)
     p1 = 1 / (1 + torch.exp(torch.tensor(1.0 - 1.5)))  # at the mix (1, 1.5)
     expected = torch.stack([0.5 - 0.5 * (-p1 * (0.0 - 2.0)), 1.0 - 0.5 * (p1 * 0.5)]).clamp(0, 1)
     torch.testing.assert_close(weights["bias"], expected)
@@ -54,16 +61,22 @@ def test_the_client_equals_a_slow_twin() -> None:
     algorithm = FedALA(task=task, training=TRAINING, sample_share=0.7, weight_epochs=2)
     noise = torch.Generator().manual_seed(2)
     mine, received = (
-        {n: v + 0.4 * torch.randn(v.shape, generator=noise, dtype=v.dtype) for n, v in task.initial().items()} for _ in range(2)
+        {n: v + 0.4 * torch.randn(v.shape, generator=noise, dtype=v.dtype) for n, v in task.initial().items()}
+        for _ in range(2)
     )
-    weights = {n: torch.rand(mine[n].shape, generator=noise, dtype=torch.float64) for n in ("fc2.weight", "fc2.bias")}
+    weights = {
+        n: torch.rand(mine[n].shape, generator=noise, dtype=torch.float64) for n in ("fc2.weight", "fc2.bias")
+    }
     example = toy_federation((13,)).train[0]
     order = torch.stack([torch.randperm(13, generator=noise) for _ in range(2)])
-    client = {**{n: mine[n] for n in weights}, **{WEIGHT + n: w for n, w in weights.items()}, HAS_TRAINED: torch.tensor(True)}
-    result = algorithm.local_update(client, Payload(received, BOTH), LocalData(example.x.double(), example.y, order))
+    client = {**{n: mine[n] for n in weights}, **{WEIGHT + n: w for n, w in weights.items()}}
+    data = LocalData(example.x.double(), example.y, order, has_trained=TRUE)
+    result = algorithm.local_update(client, Payload(received, BOTH), data)
 
     def loss(model: dict, rows: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(task.module, model, (example.x[rows].double(),)), example.y[rows])
+        return F.cross_entropy(
+            functional_call(task.module, model, (example.x[rows].double(),)), example.y[rows]
+        )
 
     def start(weights: dict) -> dict:
         return {n: mine[n] + (v - mine[n]) * weights[n] if n in weights else v for n, v in received.items()}
@@ -92,11 +105,12 @@ def test_a_client_that_never_trained_takes_the_global_model(federation: Federati
     mine = algorithm.local_update(client, Payload(received, BOTH), data)
     assert_same(mine.model, fedavg.local_update({}, Payload(received, BOTH), data).model)
     assert (mine.client[WEIGHT + "fc2.weight"] == 1).all()
-    assert mine.client[HAS_TRAINED]
 
 
 @NORMS
-@pytest.mark.parametrize("options", [{"adaptive_layers": 0}, {"weight_epochs": 0}], ids=["no layer", "no step"])
+@pytest.mark.parametrize(
+    "options", [{"adaptive_layers": 0}, {"weight_epochs": 0}], ids=["no layer", "no step"]
+)
 def test_without_adaptive_layers_or_steps_it_is_fedavg_bit_for_bit(
     federation: Federation, batch_norm: bool, options: dict
 ) -> None:
@@ -116,10 +130,12 @@ def test_the_weights_lower_the_loss_they_are_learned_on(federation: Federation) 
     played, clients = play(algorithm, federation)
     client, example = take({n: clients[n] for n in algorithm.init_client()}, 3), federation.train[3]
     download = Payload(played[-1].server["model"], BOTH)
-    weights = algorithm._fit(client, download, LocalData(example.x, example.y, torch.arange(20)[None]))
+    weights = algorithm._fit(
+        client, download, LocalData(example.x, example.y, torch.arange(20)[None], has_trained=TRUE)
+    )
     before, after = (
         F.cross_entropy(algorithm.task.logits(algorithm._start(client, w, download), example.x), example.y)
-        for w in (algorithm._weights(client), weights)
+        for w in (strip_prefix(WEIGHT, client), weights)
     )
     assert after < before
 

@@ -1,16 +1,13 @@
-"""FedBN, FedRep, LG-FedAvg and fine-tuned FedAvg: what is shared, what stays, in which order it is trained."""
-
-import dataclasses
+"""FedBN, FedPer, FedRep, FedBABU, LG-FedAvg, FedProx, fine-tuned FedAvg: what is shared, how it is trained."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, budget, engine_for, make, play, toy_federation
+from conftest import TinyNet, assert_same, budget, engine_for, make, play
 from torch import nn
 
-from pfedla import simulate
 from pfedla.algorithms import create
-from pfedla.core.contracts import Cohort, LocalData, Payload
+from pfedla.core.contracts import Algorithm, Cohort, LocalData, LocalResult, Params, Payload
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.models import PaperCNN
 from pfedla.core.rounds import everyone, payload_bytes
@@ -19,6 +16,9 @@ from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
 
 COHORT = Cohort(1, 0, torch.arange(2), torch.tensor([1, 3]))
+NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
+HEAD = {"fc2.weight", "fc2.bias"}
+STATISTICS = {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
 
 
 def local_data(count: int = 12, epochs: int = 3, seed: int = 0) -> LocalData:
@@ -27,182 +27,213 @@ def local_data(count: int = 12, epochs: int = 3, seed: int = 0) -> LocalData:
     return LocalData(x, y, torch.stack([torch.randperm(count, generator=draws) for _ in range(epochs)]))
 
 
-def by_hand(module: nn.Module, data: LocalData, lr: float, batch_size: int, phases: list[tuple[range, str, bool]]) -> nn.Module:
-    """The slow twin: torch.optim on the layers whose names match, epoch by epoch; statistics put back where they must stay."""
+def by_hand(module: nn.Module, data: LocalData, *phases: tuple[range, str], pull: float = 0.0) -> Params:
+    """The slow twin: torch.optim on "head", "body" or "all", epoch by epoch, with lr 0.1 and batches of 5.
+
+    While the head is trained alone, BatchNorm's statistics are put back after every step.
+    """
+    start = [parameter.detach().clone() for parameter in module.parameters()]
     module.train()
-    for epochs, which, keep in phases:
-        moving = [p for name, p in module.named_parameters() if name.startswith("fc2") == (which == "head") or which == "all"]
-        optimizer = torch.optim.SGD(moving, lr=lr)
-        for epoch in epochs:
-            for start, stop in batch_bounds(len(data.y), batch_size):
-                rows = data.order[epoch][start:stop]
-                before = {name: value.clone() for name, value in module.named_buffers()}
-                module.zero_grad()
-                F.cross_entropy(module(data.x[rows]), data.y[rows]).backward()
-                optimizer.step()
-                if keep:
-                    for name, value in module.named_buffers():
-                        value.copy_(before[name])
-    return module
+    for epochs, which in phases:
+        moving = [
+            p for n, p in module.named_parameters() if which == "all" or (n in HEAD) == (which == "head")
+        ]
+        optimizer = torch.optim.SGD(moving, lr=0.1)
+        for rows in (
+            data.order[e][slice(*bounds)] for e in epochs for bounds in batch_bounds(len(data.y), 5)
+        ):
+            before = {name: value.clone() for name, value in module.named_buffers()}
+            module.zero_grad()
+            distance = sum((p - s).square().sum() for p, s in zip(module.parameters(), start, strict=True))
+            (F.cross_entropy(module(data.x[rows]), data.y[rows]) + pull / 2 * distance).backward()
+            optimizer.step()
+            for name, value in module.named_buffers():
+                value.copy_(before[name] if which == "head" else value)
+    return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+def train(algorithm: Algorithm, data: LocalData) -> LocalResult:
+    """One client's first round."""
+    download = algorithm.download(algorithm.init_server(2, seed=0), COHORT).rows(0)
+    return algorithm.local_update(algorithm.init_client(), download, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "sent"),
+    [
+        ("fedbn", {"bn.weight", "bn.bias"}, [True, False, True]),
+        ("fedper", HEAD, [True, True, False]),
+        ("fedrep", HEAD, [True, True, False]),
+        ("fedbabu", HEAD, [True, True, False]),
+        ("lg-fedavg", {"fc1.weight", "fc1.bias", "bn.weight", "bn.bias"}, [False, False, True]),
+    ],
+)
+def test_what_stays_on_the_client_and_what_travels(name: str, private: set[str], sent: list[bool]) -> None:
+    algorithm = make(name, batch_norm=True)
+    server, everything = algorithm.init_server(2, seed=0), algorithm.task.initial()
+    assert algorithm.init_client().keys() == private | STATISTICS
+    assert server["model"].keys() == everything.keys() - private - STATISTICS
+    downloads = algorithm.download(server, COHORT)
+    assert downloads.sent.tolist() == [sent, sent]
+    shared = sum(everything[n].numel() for n in server["model"])
+    assert payload_bytes(downloads, algorithm.task.layers).tolist() == [4 * shared] * 2
+    result = train(algorithm, local_data(epochs=2))
+    assert result.upload.tensors.keys() == server["model"].keys()
+    assert result.upload.sent.tolist() == sent
+    two = {n: torch.stack([torch.zeros_like(v), 4 * torch.ones_like(v)]) for n, v in server["model"].items()}
+    after = algorithm.aggregate(server, COHORT, downloads, Payload(two, downloads.sent))
+    assert all((value == 3.0).all() for value in after["model"].values())  # of one and three examples
+
+
+@NORMS
+@pytest.mark.parametrize(
+    ("name", "options", "phases"),
+    [
+        ("fedavg", {}, [(range(3), "all")]),
+        ("fedper", {}, [(range(3), "all")]),
+        ("lg-fedavg", {}, [(range(3), "all")]),
+        ("fedrep", {"head_epochs": 2}, [(range(2), "head"), (range(2, 3), "body")]),
+        ("fedrep", {"head_epochs": 3, "body_epochs": 0}, [(range(3), "head")]),
+        ("fedbabu", {}, [(range(3), "body")]),
+        ("fedprox", {"penalty": 0.5}, [(range(3), "all")]),
+    ],
+)
+def test_a_round_equals_a_textbook_loop(name: str, options: dict, phases: list, batch_norm: bool) -> None:
+    data = local_data()
+    result = train(make(name, batch_norm=batch_norm, epochs=3, **options), data)
+    twin = by_hand(TinyNet(batch_norm), data, *phases, pull=options.get("penalty", 0.0))
+    assert_same(result.model, twin, tolerance=1e-6)
+
+
+@NORMS
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedrep", {"private": "", "head_epochs": 0}),
+        ("fedper", {"private": ""}),
+        ("fedbabu", {"private": ""}),
+    ],
+)
+def test_with_nothing_private_it_is_fedavg(
+    federation: Federation, name: str, options: dict, batch_norm: bool
+) -> None:
+    """Up to the statistics, which do not travel; in training mode BatchNorm does not read them."""
+    algorithms = (make(name, batch_norm=batch_norm, **options), make("fedavg", batch_norm=batch_norm))
+    shared, model = (play(algorithm, federation)[0][-1].server["model"] for algorithm in algorithms)
+    assert_same(shared, {name: model[name] for name in shared})
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu", "lg-fedavg"])
+def test_a_model_of_one_layer_is_refused(name: str) -> None:
+    with pytest.raises(NotApplicableError):
+        make(name, module=nn.Linear(6, 3)).check(3)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
+def test_private_names_layers(name: str) -> None:
+    assert make(name, private="fc1").private_layers() == [0]
+    for private in ("fc1, fc2", "fc3"):
+        with pytest.raises(PfedlaError):
+            make(name, private=private).check(3)
+    paper = create(name, task_of(PaperCNN((1, 28, 28), 10, batch_norm=False)), budget(0.1, 5, 32))
+    assert [paper.task.layers.names[layer] for layer in paper.private_layers()] == ["fc3"]
+    with pytest.raises(NotApplicableError, match="private"):
+        make(name, module=nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten())).check(3)
 
 
 # FedBN
 
 
-def test_fedbn_keeps_all_five_tensors_of_every_batchnorm_at_home() -> None:
-    algorithm = make("fedbn", batch_norm=True)
-    five = {"bn.weight", "bn.bias", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
-    assert algorithm.init_client().keys() == five
-    server = algorithm.init_server(2, seed=0)
-    assert not five & server["model"].keys()
-    downloads = algorithm.download(server, COHORT)
-    assert downloads.sent[0].tolist() == [True, False, True]
-    result = algorithm.local_update(algorithm.init_client(), downloads.rows(0), local_data(epochs=2))
-    assert result.upload.tensors.keys() == server["model"].keys()
-    assert not torch.equal(result.client["bn.weight"], algorithm.init_client()["bn.weight"])
-
-
 def test_batchnorm_is_known_by_its_type_not_by_its_name() -> None:
-    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 36, 3), nn.BatchNorm1d(3))
-    algorithm = create("fedbn", task_of(module), budget(0.1, 1, 4))
-    assert algorithm.private_layers() == [1, 3]
-
-
-def test_fedbn_without_batchnorm_is_refused() -> None:
-    with pytest.raises(NotApplicableError, match="the model has none"):
+    module = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3), nn.BatchNorm1d(3)
+    )
+    assert make("fedbn", module=module).private_layers() == [1, 3]
+    with pytest.raises(NotApplicableError):
         make("fedbn").check(3)
-    with pytest.raises(PfedlaError, match="the model has none"):
-        simulate(toy_federation(), TinyNet(), "fedbn", rounds=1)
-    make("fedbn", batch_norm=True).check(3)
-
-
-def test_batchnorm_without_parameters_is_batchnorm_too() -> None:
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
-    algorithm = create("fedbn", task_of(module), budget(0.1, 1, 4))
+    without_parameters = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
+    algorithm = make("fedbn", module=without_parameters)
     algorithm.check(3)
     assert algorithm.init_client().keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
 def test_fedbns_shared_layers_are_fedavgs_in_the_first_round(federation: Federation) -> None:
-    fedbn, fedavg = (
-        play(make(name, batch_norm=True), federation, rounds=range(1, 2))[0][0].server["model"] for name in ("fedbn", "fedavg")
-    )
-    assert_same(fedbn, {name: fedavg[name] for name in fedbn})
-    later = [play(make(name, batch_norm=True), federation)[0][-1].server["model"] for name in ("fedbn", "fedavg")]
-    assert not torch.equal(later[0]["fc1.weight"], later[1]["fc1.weight"])
+    runs = [play(make(name, batch_norm=True), federation)[0] for name in ("fedbn", "fedavg")]
+    shared = runs[0][0].server["model"]
+    assert_same(shared, {name: runs[1][0].server["model"][name] for name in shared})
+    assert not torch.equal(*(run[-1].server["model"]["fc1.weight"] for run in runs))
 
 
 # FedRep
-
-
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_fedrep_trains_the_head_then_the_body(batch_norm: bool) -> None:
-    algorithm = make("fedrep", batch_norm=batch_norm, epochs=3, batch_size=5, head_epochs=2)
-    data = local_data(epochs=3)
-    download = algorithm.download(algorithm.init_server(2, seed=0), COHORT).rows(0)
-    result = algorithm.local_update(algorithm.init_client(), download, data)
-    twin = by_hand(TinyNet(batch_norm), data, 0.1, 5, [(range(2), "head", True), (range(2, 3), "body", False)])
-    assert_same(result.model, {name: value.detach() for name, value in twin.state_dict().items()}, tolerance=1e-6)
-
-
-def test_batchnorm_statistics_do_not_move_in_the_head_phase() -> None:
-    algorithm = make("fedrep", batch_norm=True, epochs=2, head_epochs=2, body_epochs=0)
-    download = algorithm.download(algorithm.init_server(2, seed=0), COHORT).rows(0)
-    client = algorithm.init_client()
-    result = algorithm.local_update(client, download, local_data(epochs=2))
-    assert_same({n: result.client[n] for n in client if "bn" in n}, {n: v for n, v in client.items() if "bn" in n})
-    assert not torch.equal(result.client["fc2.weight"], client["fc2.weight"])
-
-
-def test_fedrep_uploads_the_body_alone() -> None:
-    algorithm = make("fedrep")
-    server = algorithm.init_server(2, seed=0)
-    downloads = algorithm.download(server, COHORT)
-    assert server["model"].keys() == {"fc1.weight", "fc1.bias"}
-    body = 4 * (6 * 5 + 5)
-    assert payload_bytes(downloads, algorithm.task.layers).tolist() == [body, body]
-    result = algorithm.local_update(algorithm.init_client(), downloads.rows(0), local_data(epochs=2))
-    upload = Payload({n: v[None] for n, v in result.upload.tensors.items()}, result.upload.sent[None])
-    assert payload_bytes(upload, algorithm.task.layers).tolist() == [body]
-    paper = create("fedrep", task_of(PaperCNN((1, 28, 28), 10, batch_norm=False)), budget(0.1, 5, 32))
-    assert [paper.task.layers.names[layer] for layer in paper.private_layers()] == ["fc3"]
-
-
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_fedrep_with_nothing_private_and_no_head_epochs_is_fedavg(federation: Federation, batch_norm: bool) -> None:
-    fedrep = make("fedrep", batch_norm=batch_norm, private="", head_epochs=0)
-    shared, model = (
-        play(algorithm, federation)[0][-1].server["model"] for algorithm in (fedrep, make("fedavg", batch_norm=batch_norm))
-    )
-    assert_same(shared, {name: model[name] for name in shared})
 
 
 def test_fedreps_epochs_share_the_local_budget() -> None:
     assert make("fedrep", epochs=5)._epochs() == (2, 3)
     assert make("fedrep", epochs=5, head_epochs=4)._epochs() == (4, 1)
     assert make("fedrep", epochs=5, body_epochs=1)._epochs() == (4, 1)
-    for options in ({"head_epochs": 4, "body_epochs": 4}, {"head_epochs": 6}):
-        with pytest.raises(PfedlaError, match="the local budget is 5 epochs"):
-            make("fedrep", epochs=5, **options).check(3)
-    with pytest.raises(NotApplicableError, match="leaves no epoch to the head"):
-        make("fedrep", epochs=1).check(3)
     make("fedrep", epochs=1, private="", head_epochs=0).check(3)
-    with pytest.raises(PfedlaError, match="choose one of: fc1, fc2"):
-        make("fedrep", private="fc9").check(3)
-    with pytest.raises(NotApplicableError, match="the model has none"):
-        create("fedrep", task_of(nn.Conv2d(1, 2, 3)), budget(0.1, 2, 4)).check(3)
+    for options in ({"head_epochs": 4, "body_epochs": 4}, {"head_epochs": 6}, {"private": ""}):
+        with pytest.raises(PfedlaError, match="head_epochs"):
+            make("fedrep", epochs=5, **options).check(3)
+    with pytest.raises(NotApplicableError):
+        make("fedrep", epochs=1).check(3)
 
 
-# LG-FedAvg
+# FedProx
 
 
-def test_lg_fedavg_shares_the_last_layers_alone() -> None:
-    algorithm = make("lg-fedavg", batch_norm=True)
-    server = algorithm.init_server(2, seed=0)
-    assert server["model"].keys() == {"fc2.weight", "fc2.bias"}
-    assert algorithm.download(server, COHORT).sent[0].tolist() == [False, False, True]
-    two = {name: torch.stack([torch.zeros_like(value), 4 * torch.ones_like(value)]) for name, value in server["model"].items()}
-    after = algorithm.aggregate(server, COHORT, algorithm.download(server, COHORT), Payload(two, torch.ones(2, 3).bool()))
-    assert (after["model"]["fc2.weight"] == 3.0).all()  # one and three examples
-    with pytest.raises(NotApplicableError, match="none would be local"):
-        make("lg-fedavg", shared_layers=2).check(3)
+@NORMS
+def test_fedprox_without_a_penalty_is_fedavg_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
+    runs = [
+        play(make(name, batch_norm=batch_norm, **options), federation)[0][-1]
+        for name, options in (("fedprox", {"penalty": 0.0}), ("fedavg", {}))
+    ]
+    assert_same(runs[0].server["model"], runs[1].server["model"])
+    assert torch.equal(runs[0].evaluation.loss, runs[1].evaluation.loss)
 
 
-def test_lg_fedavg_trains_everything_at_once() -> None:
-    algorithm = make("lg-fedavg", epochs=3, batch_size=5)
-    data = local_data(epochs=3)
-    download = algorithm.download(algorithm.init_server(2, seed=0), COHORT).rows(0)
-    result = algorithm.local_update(algorithm.init_client(), download, data)
-    twin = by_hand(TinyNet(), data, 0.1, 5, [(range(3), "all", False)])
-    assert_same(result.model, {name: value.detach() for name, value in twin.state_dict().items()}, tolerance=1e-6)
+def test_a_stronger_penalty_holds_a_client_nearer_to_the_global_model() -> None:
+    start = TinyNet().state_dict()
+    moved = []
+    for penalty in (0.0, 0.5, 5.0):
+        model = train(make("fedprox", penalty=penalty), local_data(epochs=2)).model
+        moved.append(sum(float((model[name] - value).square().sum()) for name, value in start.items()))
+    assert moved[0] > moved[1] > moved[2]
+    with pytest.raises(PfedlaError, match="penalty"):
+        make("fedprox", penalty=10.0).check(3)
 
 
-# Fine-tuned FedAvg
+# Fine-tuning
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
+def test_the_head_of_fedbabu_stays_at_its_start(federation: Federation) -> None:
+    _, clients = play(make("fedbabu", batch_norm=True), federation)
+    initial = make("fedbabu").task.initial()
+    assert all(torch.equal(clients[name], initial[name].expand_as(clients[name])) for name in HEAD)
+
+
+@NORMS
 @pytest.mark.parametrize("epochs", ["auto", 1])
-def test_fine_tuning_is_fedavg_with_other_personal_models(federation: Federation, batch_norm: bool, epochs: int | str) -> None:
-    plain = make("fedavg", batch_norm=batch_norm)
-    tuned = make("fedavg-ft", batch_norm=batch_norm, fine_tuning_epochs=epochs)
-    one, other = (play(algorithm, federation)[0] for algorithm in (plain, tuned))
-    assert_same(one[-1].server["model"], other[-1].server["model"])
-    assert not torch.equal(one[-1].evaluation.loss, other[-1].evaluation.loss)
-    with engine_for(tuned, federation, threads=1, recalibrate="never") as engine:
+@pytest.mark.parametrize("name", ["fedavg-ft", "fedbabu"])
+def test_the_personal_model_is_fine_tuned(
+    federation: Federation, name: str, epochs: int | str, batch_norm: bool
+) -> None:
+    """On all layers, with the client's data; the training itself does not depend on it."""
+    tuned = make(name, batch_norm=batch_norm, fine_tuning_epochs=epochs)
+    rounds, clients = play(tuned, federation)
+    if name == "fedavg-ft":
+        plain = play(make("fedavg", batch_norm=batch_norm), federation)[0]
+        assert_same(rounds[-1].server["model"], plain[-1].server["model"])
+    with engine_for(tuned, federation) as engine:
+        engine.load(clients)
         cohort = everyone(federation.num_examples, 4, 0)
-        model = engine.personal_models(cohort, tuned.download(other[-1].server, cohort))[3]
-        data = engine.client(3).local_data(cohort, tuned.download(other[-1].server, cohort))
+        downloads = tuned.download(rounds[-1].server, cohort)
+        model = engine.personal_models(cohort, downloads)[3]
+        data = engine.client(3).local_data(cohort, downloads, has_trained=True)
     module = TinyNet(batch_norm)
-    module.load_state_dict(other[-1].server["model"])
-    twin = by_hand(module, data, 0.1, 5, [(range(2 if epochs == "auto" else epochs), "all", False)])
-    assert_same(model, {name: value.detach() for name, value in twin.state_dict().items()}, tolerance=1e-6)
-
-
-def test_fine_tuning_has_no_more_than_the_local_budget() -> None:
-    with pytest.raises(PfedlaError, match="the local budget is 2 epochs"):
-        make("fedavg-ft", fine_tuning_epochs=3).check(3)
-
-
-def test_fields_are_the_options() -> None:
-    names = {field.name for field in dataclasses.fields(make("fedrep"))} - {"task", "training"}
-    assert names == {"private", "head_epochs", "body_epochs"}
+    private = {name: clients[name][3] for name in tuned.init_client()}
+    module.load_state_dict(rounds[-1].server["model"] | private)
+    twin = by_hand(module, data, (range(2 if epochs == "auto" else epochs), "all"))
+    assert_same(model, twin, tolerance=1e-6)
+    with pytest.raises(PfedlaError, match="fine_tuning_epochs"):
+        make(name, fine_tuning_epochs=3).check(3)

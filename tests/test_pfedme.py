@@ -3,44 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, budget, engine_for, flat, play, toy_federation
-from torch import nn
+from conftest import Parabola, TinyNet, assert_same, budget, engine_for, play, toy_federation
 
-from pfedla.algorithms.pfedme import HAS_TRAINED, PERSONAL, PFedMe
-from pfedla.core.contracts import Cohort, LocalData, Params, Payload
+from pfedla.algorithms.pfedme import PERSONAL, PFedMe
+from pfedla.core.contracts import Cohort, LocalData, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import take
 from pfedla.core.rounds import everyone
-from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
 
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
 
-class Parabola(ClassificationTask):
-    """f(w; x) = (w − mean x)² / 2, whose gradient is w − mean x. Keeps the batches it was evaluated on."""
-
-    seen: list[list[float]]
-
-    def loss(self, parameters: Params, statistics: Params, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Params]:
-        self.seen.append(x.tolist())
-        return (parameters["weight"] - x.mean()).square().sum() / 2, statistics
-
-
 def parabola(**options) -> PFedMe:
-    task = Parabola(nn.Linear(1, 1, bias=False).double())
-    task.seen = []
-    return PFedMe(task=task, training=budget(0.1, 1, 1), **options)
-
-
-def numbers(*values: float) -> LocalData:
-    x = torch.tensor(values, dtype=torch.float64)
-    return LocalData(x, torch.zeros(len(values)).long(), torch.arange(len(values))[None])
-
-
-def common(value: float) -> Payload:
-    return Payload({"weight": torch.tensor([[value]], dtype=torch.float64)}, torch.tensor([True]))
+    return PFedMe(task=Parabola(), training=budget(0.1, 1, 1), **options)
 
 
 def tiny(batch_norm: bool = False, dtype: torch.dtype = torch.float32, **options) -> PFedMe:
@@ -55,42 +33,42 @@ def test_a_clients_round_by_hand() -> None:
           θ = 1.344 − 0.1 (−6.656 + 2 · 1.004) = 1.8088;                  w = 0.34 + 0.5 · 1.4688 = 1.0744
     """
     algorithm = parabola(penalty=2.0, inner_steps=2, eta=0.25, personal_lr=0.1, equal_budget=False)
-    client = algorithm.init_client()
-    result = algorithm.local_update(client, common(0.0), numbers(4, 8))
+    result = algorithm.local_update(algorithm.init_client(), Parabola.download(0.0), Parabola.data(4, 8))
     assert result.upload.tensors["weight"].item() == pytest.approx(1.0744, abs=1e-12)
     assert result.model["weight"].item() == pytest.approx(1.8088, abs=1e-12)
     assert result.client[PERSONAL + "weight"].item() == pytest.approx(1.8088, abs=1e-12)
     assert result.loss.item() == pytest.approx((4**2 + 3.6**2 + 7.32**2 + 6.656**2) / 8, abs=1e-12)
-    assert not client[HAS_TRAINED].any()  # what was handed in is as it was
 
 
 def test_a_round_starts_from_the_common_model_not_from_the_last_personal_one() -> None:
     algorithm = parabola()
-    first = algorithm.local_update(algorithm.init_client(), common(0.0), numbers(4, 8))
-    again = algorithm.local_update(first.client, common(0.0), numbers(4, 8))
+    first = algorithm.local_update(algorithm.init_client(), Parabola.download(0.0), Parabola.data(4, 8))
+    again = algorithm.local_update(first.client, Parabola.download(0.0), Parabola.data(4, 8))
     assert_same(first.client, again.client)
 
 
 def test_the_server_mixes_by_hand() -> None:
     """Mean weighted by examples: (10 · 1 + 30 · 5) / 40 = 4; w = (1 − β) 2 + β 4."""
     cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
-    uploads = Payload({"weight": torch.tensor([[[1.0]], [[5.0]]], dtype=torch.float64)}, torch.ones(2, 1).bool())
+    uploads = Payload(
+        {"weight": torch.tensor([[[1.0]], [[5.0]]], dtype=torch.float64)}, torch.ones(2, 1).bool()
+    )
     for beta, expected in ((1.0, 4.0), (0.25, 2.5), (2.0, 6.0)):
         algorithm = parabola(server_mix=beta)
-        server = {"model": common(2.0).tensors}
+        server = {"model": Parabola.download(2.0).tensors}
         after = algorithm.aggregate(server, cohort, algorithm.download(server, cohort), uploads)
         assert after["model"]["weight"].item() == expected
 
 
 def test_the_gradient_steps_are_those_of_the_common_budget() -> None:
     """11 batches, K = 5: with an equal budget every fifth batch is used, five times each; without, all are."""
-    data = numbers(*range(11))
+    data = Parabola.data(*range(11))
     for equal, used in ((True, [0, 5, 10]), (False, list(range(11)))):
         algorithm = parabola(equal_budget=equal)
-        algorithm.local_update(algorithm.init_client(), common(0.0), data)
+        algorithm.local_update(algorithm.init_client(), Parabola.download(0.0), data)
         assert algorithm.task.seen == [[batch] for batch in used for _ in range(5)]
     algorithm = parabola(inner_steps=1)
-    algorithm.local_update(algorithm.init_client(), common(0.0), data)
+    algorithm.local_update(algorithm.init_client(), Parabola.download(0.0), data)
     assert len(algorithm.task.seen) == 11
 
 
@@ -114,8 +92,9 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
     algorithm = tiny(batch_norm, torch.float64, personal_lr=0.05, eta=0.02, inner_steps=3)
     x, y = toy_federation((20,)).train[0]
     data = LocalData(x.double(), y, torch.stack([torch.arange(20), torch.arange(20).roll(7)]))
-    shared = algorithm._shared(algorithm.task.initial())
-    result = algorithm.local_update(algorithm.init_client(), Payload(shared, algorithm._sent()), data)
+    shared = algorithm.share(algorithm.task.initial())
+    sent = torch.ones(len(algorithm.task.layers)).bool()
+    result = algorithm.local_update(algorithm.init_client(), Payload(shared, sent), data)
 
     module = TinyNet(batch_norm, torch.float64).train()
     w = [value.detach().clone() for value in module.parameters()]
@@ -124,16 +103,27 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
     for rows in budget[::3]:
         for _ in range(3):
             optimizer.zero_grad()
-            away = sum((theta - own).square().sum() for theta, own in zip(module.parameters(), w, strict=True))
+            away = sum(
+                (theta - own).square().sum() for theta, own in zip(module.parameters(), w, strict=True)
+            )
             (F.cross_entropy(module(data.x[rows]), y[rows]) + 15 / 2 * away).backward()
             optimizer.step()
-        w = [own - 0.02 * 15 * (own - theta.detach()) for own, theta in zip(w, module.parameters(), strict=True)]
-    assert_same(result.model, {name: value.detach() for name, value in module.state_dict().items()}, tolerance=1e-12)
-    assert_same(result.upload.tensors, dict(zip(dict(module.named_parameters()), w, strict=True)), tolerance=1e-12)
+        w = [
+            own - 0.02 * 15 * (own - theta.detach())
+            for own, theta in zip(w, module.parameters(), strict=True)
+        ]
+    assert_same(
+        result.model, {name: value.detach() for name, value in module.state_dict().items()}, tolerance=1e-12
+    )
+    assert_same(
+        result.upload.tensors, dict(zip(dict(module.named_parameters()), w, strict=True)), tolerance=1e-12
+    )
 
 
 @NORMS
-def test_the_personal_model_is_theta_neither_the_common_nor_the_initial_one(federation: Federation, batch_norm: bool) -> None:
+def test_the_personal_model_is_theta_neither_the_common_nor_the_initial_one(
+    federation: Federation, batch_norm: bool
+) -> None:
     algorithm = tiny(batch_norm)
     played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 2))
     server, took_part = played[0].server, played[0].cohort.ids.tolist()
@@ -153,19 +143,6 @@ def test_the_personal_model_is_theta_neither_the_common_nor_the_initial_one(fede
             else:  # it has no θ yet: the common model, which is not the initial one any more
                 assert torch.equal(value, server["model"][name])
                 assert not torch.equal(value, initial[name])
-    assert clients[HAS_TRAINED].nonzero().flatten().tolist() == took_part
-
-
-def test_an_absent_client_keeps_its_theta_while_the_common_model_moves_on(federation: Federation) -> None:
-    algorithm = tiny()
-    first, before = play(algorithm, federation, rounds=range(1, 2))
-    second, after = play(algorithm, federation, rounds=range(2, 3), participation=0.5, server=first[0].server, clients=before)
-    absent = sorted(set(range(len(federation))) - set(second[0].cohort.ids.tolist()))
-    assert absent
-    for client in absent:
-        assert_same(take(after, client), take(before, client))
-    assert not torch.equal(first[0].server["model"]["fc2.weight"], second[0].server["model"]["fc2.weight"])
-    assert torch.equal(first[0].evaluation.loss[absent], second[0].evaluation.loss[absent])
 
 
 def test_statistics_stay_with_the_client_and_move_with_every_gradient_step(federation: Federation) -> None:
@@ -174,14 +151,3 @@ def test_statistics_stay_with_the_client_and_move_with_every_gradient_step(feder
     assert not any(name in algorithm.task.layers.statistics for name in played[0].server["model"])
     steps = [2 * len(list(batch_bounds(int(n), 5))) for n in federation.num_examples]
     assert clients["bn.num_batches_tracked"].tolist() == steps
-
-
-@NORMS
-@pytest.mark.parametrize("equal_budget", [True, False])
-def test_vectorized_equals_threaded(federation: Federation, batch_norm: bool, equal_budget: bool) -> None:
-    algorithm = tiny(batch_norm, equal_budget=equal_budget)
-    (one, state), (two, other) = (play(algorithm, federation, participation=0.7, engine=e) for e in ("threaded", "vectorized"))
-    assert_same(flat(one[-1].server), flat(two[-1].server), tolerance=1e-5)
-    assert_same(state, other, tolerance=1e-5)
-    torch.testing.assert_close(one[-1].evaluation.loss, two[-1].evaluation.loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(one[-1].after_training.loss, two[-1].after_training.loss, rtol=1e-5, atol=1e-5)

@@ -149,12 +149,12 @@ class FedFomo(Algorithm):
         for name, value in candidates.items() if count else ():
             step = torch.tensordot(share.to(value.dtype), value - reference[name], 1)
             reference[name] = reference[name] + step
-        return reference, weights[:received].float()
+        return reference, weights[:received]
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         mixed, weights = self._mix(client, download, data)
         model, loss = sgd(self.task, mixed, data, self.training)
-        sent, extras = torch.ones_like(download.sent), {"weights": weights}
+        sent, extras = torch.ones_like(download.sent), {"weights": weights.float()}
         upload = Payload(self.task.layers.parameters(model), sent, extras=extras)
         return LocalResult(client=model | self._remember(mixed), upload=upload, model=model, loss=loss)
 
