@@ -47,7 +47,7 @@ class FederationFile(BaseModel):
     subset: str = ""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_sizes(self) -> Self:
         if len(self.shape) not in (1, 3):
             raise ValueError(f"shape has {len(self.shape)} numbers, not 1 or 3")
         if (len(self.mean), len(self.std)) not in ((0, 0), (self.shape[0], self.shape[0])):
@@ -128,12 +128,10 @@ def load_personal(run: Path, client: str) -> PersonalModel:
     experiment, federation = read_run(run)
     joined = tuple(f"{JOINED}/{path.parent.name}" for path in sorted(run.glob(f"{JOINED}/*/{RESULT}")))
     found = _find(client, federation.clients, joined)
-    path = run / (
-        f"{found}/model.safetensors" if isinstance(found, str) else f"models/client-{found}.safetensors"
-    )
+    file = f"{found}/model" if isinstance(found, str) else f"models/client-{found}"
     model = experiment.model, federation.shape, len(federation.classes)
     # Two untrusted files must agree on the sizes before anything of that size is made.
-    tensors = read_tensors(path, task_of(outline(*model)).initial())
+    tensors = read_tensors(run / f"{file}.safetensors", task_of(outline(*model)).initial())
     module = build_model(*model, torch.Generator())
     return PersonalModel(
         run=run, client=found, module=module, tensors=tensors, experiment=experiment, federation=federation
@@ -189,7 +187,7 @@ def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tu
     """
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
-    dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
+    dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean))
     if len(dataset.client_names) > 1:
         names = ", ".join(dataset.client_names[:5]) + (", …" if len(dataset.client_names) > 5 else "")
         raise PfedlaError(f"{path} holds examples of several clients ({names}); give a file of each")
@@ -210,11 +208,9 @@ def _load_examples(personal: PersonalModel, path: Path) -> Examples:
     section = personal.experiment.data
     trained_on = (section.dataset, known.subset, personal.site().get("data"), personal.joined().get("data"))
     if dataset.test is None and str(path.resolve()) in trained_on:
-        raise PfedlaError(
-            f"{path}: the run trained on these examples; mark a test split in the file, or leave --data out to "
-            "test on the client's own split"
-        )
-    dataset = dataset.match(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
+        fix = "mark a test split in the file, or leave --data out to test on the client's own split"
+        raise PfedlaError(f"{path}: the run trained on these examples; {fix}")
+    dataset = dataset.match(known.shape, known.classes, pixels=bool(known.mean))
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
     if dataset.client is not None and section.partition == "client" and who in known.clients:
         if who not in dataset.client_names:
@@ -227,7 +223,7 @@ def _load_examples(personal: PersonalModel, path: Path) -> Examples:
 
 
 def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
-    """Write a plain state_dict (safetensors), a torch.export program that takes raw inputs, and what they are."""
+    """Write a plain state_dict, a torch.export program that takes raw inputs, and a description of both."""
     new_folder(out)
     data = personal.federation
     example, sizes = torch.zeros(2, *data.shape), {0: torch.export.Dim("batch", min=1)}
@@ -236,14 +232,11 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     state = load_tensors(personal.module, personal.tensors).state_dict()
     save_file({name: value.contiguous().clone() for name, value in state.items()}, paths[0])
     torch.export.save(exported, paths[1])
+    shape = ["batch", *data.shape]
     description = {
         "client": personal.name,
         "model": personal.experiment.model,
-        "input": {
-            "shape": ["batch", *data.shape],
-            "dtype": "float32",
-            "values": "in the scale of the data file",
-        },
+        "input": {"shape": shape, "dtype": "float32", "values": "in the scale of the data file"},
         "output": "logits, one per class",
         "classes": data.classes,
         "normalisation_inside": {"mean": data.mean, "std": data.std},

@@ -244,7 +244,7 @@ class Run:
             line = describe_round(round, layers, self.honest, self.state.failures)
             add_line(self.folder.path, line)
             if self.trackers is not None:
-                self.trackers.tell(line)
+                self.trackers.log(line)
         if self.display is not None:
             self.display.on_round(round)
 

@@ -1,7 +1,7 @@
-"""Experiment trackers: what the run folder holds, told to TensorBoard, MLflow or Weights & Biases as well.
+"""Experiment trackers: TensorBoard, MLflow or Weights & Biases get what the run folder holds.
 
-A tracker is opened when a run begins or goes on, and hears the lines of rounds.jsonl that are there, then each as it is
-written. What it knows from before it is not told twice. The trackers' packages are extras, loaded only when asked for.
+A tracker is opened when a run starts or resumes. It gets the lines of rounds.jsonl that are there, then each
+as it is written; nothing is sent twice. The trackers' packages are extras, imported only when asked for.
 """
 
 import json
@@ -10,43 +10,42 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
 from pfedla.runs.checkpoint import LINES
 from pfedla.runs.folder import EXPERIMENT
 
-IDS = "trackers.json"  # in the run folder: tracker -> the id by which it knows the run
-MEASURES = {  # of a line of rounds.jsonl and of result.json; the rest is configuration, or who took part
-    "accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "seconds", "traffic", "down_bytes", "up_bytes",
-    "evaluation_bytes", "refused_uploads", "unseen",
-}  # fmt: skip
+IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
+MEASURES = (  # keys of rounds.jsonl and result.json that are metrics
+    *("accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds"),
+    *("traffic", "down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"),
+)
 Status = Literal["FINISHED", "KILLED", "FAILED"]
 
 
-def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of rounds.jsonl (or of result.json), named as in every tracker: accuracy/mean, seconds/train, …"""
-    measured = flat({key: value for key, value in line.items() if key in MEASURES}, "/")
+def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of rounds.jsonl, or of result.json, as accuracy/mean, seconds/train, …"""
+    measured = flatten({key: value for key, value in line.items() if key in MEASURES}, "/")
     return {name: value for name, value in measured.items() if isinstance(value, (int, float))}
 
 
-def flat(values: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
+def flatten(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        leaves |= (
-            flat(value, separator, f"{prefix}{key}{separator}")
-            if isinstance(value, Mapping)
-            else {prefix + key: value}
-        )
-    return leaves
+        if isinstance(value, Mapping):
+            found |= {f"{key}{separator}{name}": leaf for name, leaf in flatten(value, separator).items()}
+        else:
+            found[key] = value
+    return found
 
 
 class Tracker(Protocol):
-    """One run in one tracker, found at `where`."""
+    """One run in one tracker; `where` says where to find it."""
 
     where: str
 
@@ -56,22 +55,19 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """RUN/tensorboard: written anew each time, as it holds nothing that the run folder does not."""
+    """RUN/tensorboard, written anew each time: it holds nothing that the run folder does not."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        for old in (folder / "tensorboard").glob("events.out.tfevents.*"):
+        target = folder / "tensorboard"
+        for old in target.glob("events.out.tfevents.*"):
             old.unlink()
-        self.where = f"tensorboard --logdir {folder / 'tensorboard'}"
-        values = {
-            key: value if isinstance(value, (int, float)) else str(value)
-            for key, value in flat(config, ".").items()
-        }
+        self.where = f"tensorboard --logdir {target}"
+        settings = flatten(config, ".").items()
+        values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in settings}
         shown = dict.fromkeys(("accuracy/mean", "accuracy/worst", "accuracy_after_training", "loss"), 0)
         about, begun, self._ended = import_module("torch.utils.tensorboard.summary").hparams(values, shown)
-        # purge_step: a TensorBoard that is looking on forgets what it has read in the files that are gone.
-        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(
-            str(folder / "tensorboard"), purge_step=0
-        )
+        # purge_step: a TensorBoard that is open forgets what it has read in the files that are gone.
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(target), purge_step=0)
         self._writer.file_writer.add_summary(about)
         self._writer.file_writer.add_summary(begun)
 
@@ -87,42 +83,40 @@ class TensorBoard:
 
 
 class MLflow:
-    """The store that MLFLOW_TRACKING_URI names, or a file beside the run folder. It takes nothing back."""
+    """The store that MLFLOW_TRACKING_URI names, or a file beside the run folder. Values cannot change."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        mlflow, self._entities, self._rounds = (
-            import_module("mlflow"),
-            import_module("mlflow.entities"),
-            config["rounds"],
-        )
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells how it makes its tables
+        mlflow, self._entities = import_module("mlflow"), import_module("mlflow.entities")
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports how it makes its tables
         beside = f"sqlite:///{(folder.resolve().parent / 'mlflow.db').as_posix()}"
         self.where = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else beside
-        self._client = mlflow.MlflowClient(self.where)
-        name, known = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pfedla"), _ids(folder).get("mlflow")
-        experiment = self._client.get_experiment_by_name(name)
-        home = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs([home], f"attributes.run_id = '{known}'") if known else []
-        run = found[0] if found else self._client.create_run(home, run_name=folder.name)
-        self._run_id = _ids(folder, mlflow=run.info.run_id)["mlflow"]
+        self._client, self._rounds = mlflow.MlflowClient(self.where), config["rounds"]
+        run = self._find(folder)
+        self._run_id = run.info.run_id
+        _remember_id(folder, "mlflow", self._run_id)
         self._client.update_run(self._run_id, status="RUNNING")
         histories = {key: self._client.get_metric_history(self._run_id, key) for key in run.data.metrics}
         self._known = {key: {point.step for point in history} for key, history in histories.items()}
-        values, before = {key: str(value) for key, value in flat(config, ".").items()}, run.data.params
-        params = [self._entities.Param(key, value) for key, value in values.items() if key not in before]
-        # A param cannot be changed: what a run goes on with instead (more rounds) stands in a tag.
-        tags = [
-            self._entities.RunTag(key, value)
-            for key, value in values.items()
-            if before.get(key, value) != value
-        ]
-        self._client.log_batch(self._run_id, params=params, tags=tags)
+        self._log_config({key: str(value) for key, value in flatten(config, ".").items()}, run.data.params)
+
+    def _find(self, folder: Path) -> Any:
+        name, known = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pfedla"), _read_ids(folder).get("mlflow")
+        experiment = self._client.get_experiment_by_name(name)
+        home = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        found = self._client.search_runs([home], f"attributes.run_id = '{known}'") if known else []
+        return found[0] if found else self._client.create_run(home, run_name=folder.name)
+
+    def _log_config(self, values: dict[str, str], before: dict[str, str]) -> None:
+        """Log new values as params. A param cannot change: another value (more rounds) becomes a tag."""
+        new = [self._entities.Param(key, value) for key, value in values.items() if key not in before]
+        changed = {key: value for key, value in values.items() if before.get(key, value) != value}
+        tags = [self._entities.RunTag(key, value) for key, value in changed.items()]
+        self._client.log_batch(self._run_id, params=new, tags=tags)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now, new = int(1000 * time.time()), [key for key in metrics if step not in self._known.get(key, ())]
-        self._client.log_batch(
-            self._run_id, [self._entities.Metric(key, float(metrics[key]), now, step) for key in new]
-        )
+        points = [self._entities.Metric(key, float(metrics[key]), now, step) for key in new]
+        self._client.log_batch(self._run_id, points)
 
     def close(self, status: Status, summary: dict[str, float]) -> None:
         self.log(self._rounds, summary)
@@ -130,23 +124,31 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """Online, or as WANDB_MODE says; its files are in RUN/wandb. Of those written offline, the last holds the whole run."""
+    """Online, or as WANDB_MODE says; files are in RUN/wandb. Of those made offline, the last is complete."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         wandb = import_module("wandb")
-        patience = (
-            wandb.setup().settings.finish_timeout or 300
-        )  # seconds; else a server that is down is waited for for ever
+        # Without a limit it waits forever for a server that is down.
+        limit = {
+            "finish_timeout": wandb.setup().settings.finish_timeout or 300,
+            "finish_timeout_raises": True,
+        }
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "pfedla"), name=folder.name, dir=folder.resolve(),
-            id=_ids(folder).get("wandb"), resume="allow", reinit="create_new", config=config, allow_val_change=True,
-            settings=wandb.Settings(console="off", silent=True, finish_timeout=patience, finish_timeout_raises=True),
-        )  # fmt: skip
-        _ids(folder, wandb=self._run.id)
+            project=os.environ.get("WANDB_PROJECT", "pfedla"),
+            name=folder.name,
+            dir=folder.resolve(),
+            id=_read_ids(folder).get("wandb"),
+            resume="allow",
+            reinit="create_new",
+            config=config,
+            allow_val_change=True,
+            settings=wandb.Settings(console="off", silent=True, **limit),
+        )
+        _remember_id(folder, "wandb", self._run.id)
         self.where = str(folder / "wandb") if self._run.offline else str(self._run.url)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step >= self._run.step:  # it knows those before
+        if step >= self._run.step:  # it has those before
             self._run.log(metrics, step=step, commit=True)
 
     def close(self, status: Status, summary: dict[str, float]) -> None:
@@ -155,7 +157,7 @@ class WeightsAndBiases:
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
-NEEDED = {
+NEEDED = {  # modules that an extra must bring
     "tensorboard": ("torch.utils.tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "wandb": ("wandb",),
@@ -163,26 +165,23 @@ NEEDED = {
 
 
 def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
-    """The trackers of these names, if all are installed (each is an extra): asked before anything is trained."""
+    """Return the names if these trackers exist and are installed; call it before anything is trained."""
     for name in (names := tuple(names)):
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
         try:
             first, *_ = [import_module(module) for module in NEEDED[name]]
         except ImportError as error:
-            raise PfedlaError(
-                f"tracker {name} cannot be loaded ({error}): pip install 'pfedla[{name}]'"
-            ) from None
+            fix = f"pip install 'pfedla[{name}]'"
+            raise PfedlaError(f"tracker {name} cannot be loaded ({error}): {fix}") from None
         online = name == "wandb" and first.setup().settings.mode not in ("offline", "dryrun", "disabled")
-        if online and not first.login(
-            prompt=False, verify=False
-        ):  # it would ask for the key under the progress bar
+        if online and not first.login(prompt=False, verify=False):  # it would ask under the progress bar
             raise PfedlaError("wandb has no API key: use `wandb login` once, or set WANDB_MODE=offline")
     return names
 
 
-class Tracking(AbstractContextManager["Tracking"]):
-    """A run's trackers. One that fails says so and is left out: the run folder has everything, and can be told later."""
+class Tracking:
+    """A run's trackers. One that fails is reported and left out: it can catch up from the folder later."""
 
     def __init__(self, names: Iterable[str], folder: Path, say: Callable[[str], None]) -> None:
         self.names, self.folder, self.say = names, folder, say
@@ -190,48 +189,47 @@ class Tracking(AbstractContextManager["Tracking"]):
         self._open: dict[str, Tracker] = {}
 
     def begin(self) -> None:
-        """Open them, and tell what the run folder holds already."""
-        experiment, lines = self.folder / EXPERIMENT, self.folder / LINES
+        """Open the trackers, and log what the run folder holds already."""
+        lines = self.folder / LINES
+        text = lines.read_text(encoding="utf-8") if lines.exists() else ""
+        config = tomllib.loads((self.folder / EXPERIMENT).read_text(encoding="utf-8"))
         for name in self.names:
-            with self._left_out_if_it_fails(name):
-                self._open[name] = tracker = TRACKERS[name](
-                    self.folder, tomllib.loads(experiment.read_text(encoding="utf-8"))
-                )
+            with self._leave_out_if_it_fails(name):
+                self._open[name] = tracker = TRACKERS[name](self.folder, config)
                 self.say(f"{name}: {tracker.where}")
-                for line in map(
-                    json.loads, lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ()
-                ):
-                    tracker.log(line["round"], metrics_of(line))
+                for line in map(json.loads, text.splitlines()):
+                    tracker.log(line["round"], select_metrics(line))
 
-    def tell(self, line: Mapping[str, Any]) -> None:
-        self._each(lambda tracker: tracker.log(line["round"], metrics_of(line)))
+    def log(self, line: Mapping[str, Any]) -> None:
+        self._each(lambda tracker: tracker.log(line["round"], select_metrics(line)))
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ended: Status = (
-            "KILLED" if isinstance(error, (Stopped, KeyboardInterrupt)) else "FAILED" if error else "FINISHED"
-        )
-        summary = {f"result/{name}": value for name, value in metrics_of(self.result).items()}
-        self._each(lambda tracker: tracker.close(ended, summary))
+        stopped = isinstance(error, (Stopped, KeyboardInterrupt))
+        status: Status = "KILLED" if stopped else "FAILED" if error else "FINISHED"
+        summary = {f"result/{name}": value for name, value in select_metrics(self.result).items()}
+        self._each(lambda tracker: tracker.close(status, summary))
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            with self._left_out_if_it_fails(name):
+            with self._leave_out_if_it_fails(name):
                 act(tracker)
 
     @contextmanager
-    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+    def _leave_out_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a server that is down, a full disk: nothing that the training depends on
+        except Exception as error:  # a server that is down, a full disk: training does not depend on it
             self._open.pop(name, None)
-            self.say(
-                f"{name} is left out from here on: {error!r:.300}; --resume --track {name} tells it what it has missed"
-            )
+            later = f"--resume --track {name} catches up"
+            self.say(f"{name} is left out from here on: {error!r:.300}; {later}")
 
 
-def _ids(folder: Path, **new: str) -> dict[str, Any]:
-    """By which ids the trackers know the run; new ones are kept."""
-    ids = (read_object(folder / IDS) if (folder / IDS).exists() else {}) | new
-    if new:
-        write_text(folder / IDS, json.dumps(ids) + "\n")
-    return ids
+def _read_ids(folder: Path) -> dict[str, Any]:
+    return read_object(folder / IDS) if (folder / IDS).exists() else {}
+
+
+def _remember_id(folder: Path, tracker: str, run_id: str) -> None:
+    write_text(folder / IDS, json.dumps(_read_ids(folder) | {tracker: run_id}) + "\n")
