@@ -187,7 +187,7 @@ def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tu
     """
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
-    dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean))
+    dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
     if len(dataset.client_names) > 1:
         names = ", ".join(dataset.client_names[:5]) + (", …" if len(dataset.client_names) > 5 else "")
         raise PfedlaError(f"{path} holds examples of several clients ({names}); give a file of each")
@@ -210,7 +210,7 @@ def _load_examples(personal: PersonalModel, path: Path) -> Examples:
     if dataset.test is None and str(path.resolve()) in trained_on:
         fix = "mark a test split in the file, or leave --data out to test on the client's own split"
         raise PfedlaError(f"{path}: the run trained on these examples; {fix}")
-    dataset = dataset.match(known.shape, known.classes, pixels=bool(known.mean))
+    dataset = dataset.match(known.shape, known.classes, pixels=bool(known.mean), whose="the model")
     rows = np.ones(len(dataset.y), bool) if dataset.test is None else dataset.test.copy()
     if dataset.client is not None and section.partition == "client" and who in known.clients:
         if who not in dataset.client_names:
