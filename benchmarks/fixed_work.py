@@ -67,13 +67,13 @@ def read_federation(path: Path) -> Federation:
     train = [Examples(*client) for client in zip(tensors["x"], tensors["y"], strict=True)]
     test = [Examples(x[:1], y[:1]) for x, y in train]
     mean, std = (tuple(tensors[name].tolist()) for name in ("mean", "std"))
-    return Federation(train, test, tuple(map(str, range(CLASSES))), mean, std)
+    return Federation(train, test, tuple(map(str, range(CLASSES))), mean=mean, std=std)
 
 
 def loaders(path: Path, work: Work) -> list[DataLoader[tuple[Tensor, ...]]]:
     """Every client's training data as a tutorial has them: normalised once, then in shuffled batches."""
     federation = read_federation(path)
-    datasets = [TensorDataset(federation.normalised(x), y) for x, y in federation.train]
+    datasets = [TensorDataset(federation.normalise(x), y) for x, y in federation.train]
     return [DataLoader(dataset, work.batch_size, shuffle=True) for dataset in datasets]
 
 

@@ -1,8 +1,11 @@
-"""What the user can put right: a sentence that names the thing and the choices."""
+"""Errors that the user can fix: each names what is wrong, where, and the choices."""
 
 import difflib
+import os
 import reprlib
 from collections.abc import Iterable
+
+AFFORDABLE = 2**36  # bytes (64 GiB)
 
 
 class PfedlaError(ValueError):
@@ -14,15 +17,20 @@ class NotApplicableError(PfedlaError):
 
 
 class GaveUpError(PfedlaError):
-    """Nothing that could be used came from any client for too long."""
+    """No client has sent or evaluated anything usable for too long."""
 
 
 class Stopped(Exception):  # noqa: N818 (nothing is wrong)
     """The run was asked to stop, and did."""
 
 
+def is_debugging() -> bool:
+    """Return whether tracebacks are shown: `--debug` or PFEDLA_DEBUG=1."""
+    return os.environ.get("PFEDLA_DEBUG", "") not in ("", "0")
+
+
 def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
-    """Names the thing, the nearest choice if one is near, and all choices."""
+    """Return an error that names the thing, the nearest choice if one is near, and all choices."""
     names, asked = list(choices), shown(name)
     near = difflib.get_close_matches(asked.strip("'").lower(), names, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
@@ -30,23 +38,18 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
 
 
 def shown(value: object) -> str:
-    """A value of a stranger's file as it stands in a sentence: cut where it is long or deep."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python refuses to write a whole number of more than 4,300 digits
-        return f"a huge {type(value).__name__}"
+    """Return a value as it is quoted in an error: cut where it is long or deep."""
+    return _SHORT.repr(value)
 
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120, 60
 
-AFFORDABLE = 2**36  # bytes (64 GiB)
-
 
 def check_affordable(what: str, numbers: int, instead: str = "", instead_numbers: int = 0) -> None:
-    """Refuse what would take absurdly much memory (float32) before any of it is taken; say what fits `instead`."""
+    """Refuse what would take too much memory (float32) before it is allocated; say what fits `instead`."""
     if 4 * numbers > AFFORDABLE:
         fits = instead and 4 * instead_numbers <= AFFORDABLE
         hint = f"; {instead} takes {4 * instead_numbers / 2**30:.1f} GiB" if fits else ""
-        refused = f"{what} would take {4 * numbers >> 30:,} GiB of memory; more than {AFFORDABLE >> 30} is refused"
-        raise PfedlaError(refused + hint)
+        limit = f"more than {AFFORDABLE >> 30} is refused"
+        raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB; {limit}{hint}")

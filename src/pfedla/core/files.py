@@ -1,4 +1,4 @@
-"""Files: of strangers, read only once what they claim is what is expected; our own, written whole or not at all."""
+"""Check untrusted files before reading them; write our own whole or not at all. Imports no torch."""
 
 import hashlib
 import json
@@ -11,62 +11,27 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from pfedla.core.errors import PfedlaError, shown
-from pfedla.core.layers import Params
 
-NPY_HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 LARGEST_JSON = 64 * 2**20  # bytes
-DTYPES = {  # as safetensors names them
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params:
-    """The tensors of a safetensors file whose names, shapes and dtypes are those of `expected` (which may be on "meta")."""
-    check_size(path, None)
-    try:
-        with safe_open(path, framework="pt") as file:
-            _check_header(path, file, expected)
-            tensors = {name: file.get_tensor(name) for name in expected}
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
-        raise PfedlaError(f"{path}: cannot be read ({error})") from None
-    for name, value in tensors.items():
-        if finite and value.is_floating_point() and not value.isfinite().all():
-            raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
-    return tensors
-
-
-def _check_header(path: Path, file: Any, expected: Params) -> None:
-    found = set(file.keys())
-    for name in sorted(expected.keys() | found):
-        if name not in found or name not in expected:
-            raise PfedlaError(f"{path}: tensor {name!r:.100} {'is missing' if name in expected else 'does not belong there'}")
-        part, wanted = file.get_slice(name), expected[name]
-        shape, code = tuple(part.get_shape()), part.get_dtype()
-        if shape != tuple(wanted.shape) or DTYPES.get(code) != wanted.dtype:
-            is_now = f"{_word(DTYPES.get(code, code))} {shape}"
-            raise PfedlaError(f"{path}: {name} is {is_now}, not {_word(wanted.dtype)} {tuple(wanted.shape)}")
-
-
-def _word(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
-    """An array in numpy's format of `size` bytes, once what its head claims is known to be there: numpy would allocate it
-    unseen. Raises ValueError."""
+    """Read an array in numpy's format from `size` bytes; raise ValueError if it claims more than there is.
+
+    numpy would allocate what the header claims before it reads anything.
+    """
     try:
-        shape, _, dtype = NPY_HEADS[np.lib.format.read_magic(file)](file)
-    except Exception as error:  # numpy reads the head as Python: of a damaged one, the parser may raise anything
+        shape, _, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
+    except Exception as error:  # numpy parses the header as Python: a damaged one may raise anything
         raise ValueError(f"{name} does not begin as a plain array: {str(error)[:80]}") from None
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if not all(0 <= length < 2**40 for length in shape):  # beside a zero, any length would be claimed for nothing
-        raise ValueError(f"{name} has a shape that cannot be")
+    if not all(
+        0 <= length < 2**40 for length in shape
+    ):  # with a zero beside it, any length would claim no byte
+        raise ValueError(f"{name} has an impossible shape")
     if not dtype.hasobject and (claimed != there or not dtype.itemsize):
         raise ValueError(f"{name} claims {claimed} bytes and has {there}")
     file.seek(0)
@@ -75,18 +40,18 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
 
 
 def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
-    """What a JSON file holds: strictly JSON, so without NaN and Infinity, and nothing that could not be written again."""
+    """Read strict JSON: no NaN, no Infinity, nothing that could not be written again."""
     check_size(path, limit)
     try:
         content = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
-        json.dumps(content, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair can be read but never written
+        json.dumps(content, ensure_ascii=False).encode("utf-8")  # refuses half of a surrogate pair
     except (OSError, ValueError, RecursionError) as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
     return content
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds that should be one object."""
+    """Read a JSON file that holds one object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise PfedlaError(f"{path} is damaged: it holds {shown(content)}")
@@ -94,7 +59,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_size(path: Path, limit: int | None) -> None:
-    """Refuse what is no file, or too large to be what it should be, before it is opened: a pipe or device never ends."""
+    """Refuse what is no regular file, or is too large, before it is opened: a pipe or a device never ends."""
     try:
         is_file, size = path.is_file(), path.stat().st_size
     except OSError as error:
@@ -117,8 +82,8 @@ def _finite(text: str) -> float:
 
 
 def safe_name(text: str) -> str:
-    """A stranger's text as a part of a file's name: it stays in its folder, is seen, and is not too long."""
-    name = re.sub(r"[^\w.-]+", "_", text).encode()[:60].decode(errors="ignore")
+    """Return untrusted text as part of a file name: printable, short, and inside its folder."""
+    name = re.sub(r"[^\w.-]+", "_", text).encode(errors="ignore")[:60].decode(errors="ignore")
     return name.strip("._") or "unnamed"
 
 
@@ -128,28 +93,24 @@ def sha256(path: Path) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, to_disk: bool = True) -> None:
-    """The file is there with all of its content, on the disk, or not at all; what it was before is there until then.
+    """Replace a file with all of its new content, on the disk, or leave it as it was.
 
-    What only somebody looks at need not wait for the disk.
+    `to_disk=False` skips the wait for the disk, for files that are only looked at.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may be at it
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may write at once
     write(temporary)
     if to_disk:
-        _to_disk(temporary)
+        _sync(temporary)
     temporary.replace(path)
     if to_disk:
-        _to_disk(path.parent)
-
-
-def write_tensors(path: Path, tensors: Params) -> None:
-    write_whole(path, lambda file: save_file({name: value.contiguous().clone() for name, value in tensors.items()}, file))
+        _sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def _to_disk(path: Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -14,9 +14,10 @@ LARGEST_MODEL = 2**28  # parameters: 1 GiB
 
 
 class PaperCNN(nn.Module):
-    """Two 5x5 convolutions (16, 32) without padding, 2x2 max-pool, then 120-84-classes. BatchNorm before the activation.
+    """Two 5x5 convolutions (16, 32) without padding, each with 2x2 max-pooling, then 120-84-classes.
 
-    The sizes are those behind the paper's Table 3: 85,822 parameters for 1x28x28, 121,278 with BatchNorm for 3x32x32.
+    The sizes are those behind the paper's Table 3: 85,822 parameters for 1x28x28, and 121,278 with BatchNorm
+    (before the activation) for 3x32x32.
     """
 
     def __init__(self, shape: Shape, num_classes: int, batch_norm: bool) -> None:
@@ -24,7 +25,9 @@ class PaperCNN(nn.Module):
         channels, height, width = shape
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         if min(rows, columns) < 1:
-            raise PfedlaError(f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn")
+            raise PfedlaError(
+                f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn"
+            )
         self.conv1 = nn.Conv2d(channels, 16, 5)
         self.bn1 = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
         self.conv2 = nn.Conv2d(16, 32, 5)
@@ -42,7 +45,7 @@ class PaperCNN(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """For images too small for the paper's CNN, such as 8x8 digits: two padded 3x3 convolutions (16, 32), 64, classes."""
+    """For images too small for the paper's CNN: two padded 3x3 convolutions (16, 32), then 64-classes."""
 
     def __init__(self, shape: Shape, num_classes: int) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class SmallCNN(nn.Module):
 
 
 class MLP(nn.Module):
-    """For feature vectors (images are flattened): 64-64-classes."""
+    """For feature vectors, also of integers (images are flattened): 64-64-classes."""
 
     def __init__(self, shape: Shape, num_classes: int) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class MLP(nn.Module):
         self.fc3 = nn.Linear(64, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.relu(self.fc1(x.flatten(1).to(self.fc1.weight.dtype)))
         return self.fc3(F.relu(self.fc2(x)))  # type: ignore[no-any-return]
 
 
@@ -83,7 +86,7 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def model_for(shape: Shape) -> str:
-    """The default model of a data set: the paper's, with BatchNorm for colour images."""
+    """Return the default model for a shape: the paper's, with BatchNorm for colour images."""
     if len(shape) != 3:
         return "mlp"
     if min(shape[1:]) < 16:
@@ -92,26 +95,26 @@ def model_for(shape: Shape) -> str:
 
 
 def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
-    """A named model without memory (on "meta"): what it would be made of, if it is possible and not absurdly large."""
+    """Return a named model without memory (on "meta"); refuse one that is impossible or too large."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     if len(shape) != 3 and name != "mlp":
-        raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
+        raise PfedlaError(
+            f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp"
+        )
     size = max(math.prod(shape), num_classes)
     if size <= LARGEST_MODEL:  # beyond, torch cannot even count
         with torch.device("meta"):
             module = MODELS[name](shape, num_classes)
         size = sum(parameter.numel() for parameter in module.parameters())
     if size > LARGEST_MODEL:
-        raise PfedlaError(
-            f"model {name!r} for examples of shape {shape} and {num_classes} classes would be too large: more than "
-            f"{LARGEST_MODEL:,} parameters"
-        )
+        what = f"model {name!r} for examples of shape {shape} and {num_classes} classes"
+        raise PfedlaError(f"{what} would be too large: more than {LARGEST_MODEL:,} parameters")
     return module
 
 
 def build_model(name: str, shape: Shape, num_classes: int, generator: torch.Generator) -> nn.Module:
-    """A named model, its weights drawn from `generator`; the global random stream is left as it was."""
+    """Return a named model with weights drawn from `generator`; the global random state does not change."""
     outline(name, shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator.initial_seed())

@@ -1,19 +1,24 @@
-"""Arrays to clients: the partitioned data, kept in their compact form and normalised when a client uses them."""
+"""Arrays to clients: the partitioned data, kept compact and normalised when a client uses them."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from pfedla.core.contracts import generator, numpy_generator
-from pfedla.core.errors import PfedlaError
+from pfedla.core.errors import PfedlaError, shown, unknown
+from pfedla.core.settings import AUTO, Auto
 from pfedla.core.training import normalise
-from pfedla.data.own import Array, Dataset, dataset_of
-from pfedla.data.partition import leaked_share, split_of
-from pfedla.data.recipe import Recipe, recipe_of
+from pfedla.data import datasets
+from pfedla.data.dataset import Array, Dataset, dataset_of
+from pfedla.data.partition import leaked_share, split_dataset
+from pfedla.data.recipe import Data, limit_classes, resolve
 
 
 class Examples(NamedTuple):
@@ -24,51 +29,103 @@ class Examples(NamedTuple):
 
 
 class Outline:
-    """What a server knows of a federation: its clients' numbers of examples and what an example is, not the examples."""
+    """What a server knows of a federation: how many examples each client has and what an example is."""
 
     def __init__(
-        self, shape: tuple[int, ...], classes: tuple[str, ...], num_examples: Tensor, mean: tuple[float, ...] = (),
-        std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0, subset: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        shape: tuple[int, ...],
+        classes: tuple[str, ...],
+        num_examples: Tensor,
+        *,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        names: tuple[str, ...] = (),
+        leaked_share: float = 0.0,
+        subset: str = "",
+    ) -> None:
         self.shape, self.classes, self.mean, self.std = shape, classes, mean, std
         self.num_examples = num_examples  # [clients], for training
         self.names = names or tuple(map(str, range(len(num_examples))))
-        self.leaked_share = leaked_share  # of the test examples: those that train another client
-        self.subset = subset  # the file that stood in for the official ones, if one did
+        self.leaked_share = leaked_share  # share of the test examples that train another client
+        self.subset = subset  # the file that was read in place of the official ones, if one was
 
     def __len__(self) -> int:
         return len(self.num_examples)
 
     def check_images(self) -> None:
         if len(self.shape) != 3:
-            raise PfedlaError(f"augment crops and flips images, but these examples have the shape {self.shape}; leave it out")
+            raise PfedlaError(
+                f"augment crops and flips images, but the examples have shape {self.shape}; leave it out"
+            )
 
-    def normalised(self, x: Tensor) -> Tensor:
-        """float32, channel by channel; data that came as floats are used as they are."""
+    def normalise(self, x: Tensor) -> Tensor:
+        """Scale uint8 images channel by channel to float32; other numbers are used as they are."""
         return normalise(x, self.mean, self.std)
 
     def fingerprint_of(self, digests: Iterable[str]) -> str:
-        """SHA-256 of all clients' examples, given by their own, and of how they are normalised."""
-        return hashlib.sha256(repr((self.classes, self.mean, self.std, self.names, *digests)).encode()).hexdigest()
+        """Return the SHA-256 of all clients' digests and of how their examples are normalised."""
+        content = repr((self.classes, self.mean, self.std, self.names, *digests))
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def class_counts(self) -> Array | None:
-        """[clients, 2 (train, test), classes], as far as it is known here."""
+        """Return [clients, 2 (train, test), classes], or None where the server does not know them."""
         return None
 
     def fingerprint(self) -> str:
-        """Empty if it is not known here."""
+        """Return the SHA-256 of all examples, or "" where the server does not know it."""
         return ""
 
 
-def _leaked_among(train: Sequence[Examples], test: Sequence[Examples]) -> float:
-    """The share of the test examples that train one of these clients; no client trains on its own."""
-    trained = {row.tobytes() for part in train for row in part.x.flatten(1).numpy()}
-    tested = [row.tobytes() in trained for part in test for row in part.x.flatten(1).numpy()]
-    return sum(tested) / max(1, len(tested))
+class Federation(Outline):
+    """The partitioned data: for each client its training and test examples, and how to normalise them."""
+
+    def __init__(
+        self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...], **known: Any
+    ) -> None:
+        """`known`: mean, std, names, leaked_share and subset, as in `Outline`."""
+        self.train, self.test = tuple(train), tuple(test)
+        num_examples = torch.tensor([len(examples.y) for examples in self.train])
+        super().__init__(tuple(self.train[0].x.shape[1:]), classes, num_examples, **known)
+        for name, own, held_out in zip(self.names, self.train, self.test, strict=True):
+            if not len(own.y) or not len(held_out.y):
+                counts = f"{len(own.y)} training and {len(held_out.y)} test examples"
+                raise PfedlaError(f"client {name} has {counts}: it needs both")
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_examples.min()}-{self.num_examples.max()} training examples"
+        return f"Federation({len(self)} clients, {sizes}, {len(self.classes)} classes)"
+
+    def only(self, clients: Sequence[int]) -> "Federation":
+        """Return some of the clients, under their names."""
+        train, test = ([part[client] for client in clients] for part in (self.train, self.test))
+        known = {"mean": self.mean, "std": self.std, "subset": self.subset}
+        known["names"] = tuple(self.names[client] for client in clients)
+        leaked = _leaked_share_among(train, test) if self.leaked_share else 0.0
+        return Federation(train, test, self.classes, **known, leaked_share=leaked)
+
+    def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
+        """Return the clients that take part in a run, and the others: at least one and never all."""
+        if not share:
+            return self, None
+        if len(self) < 2:
+            raise PfedlaError(f"unseen_clients = {share}: a single client cannot be held back")
+        count = min(len(self) - 1, max(1, int(share * len(self) + 0.5)))
+        order = torch.randperm(len(self), generator=generator(seed, "unseen"))
+        unseen, seen = (part.sort().values.tolist() for part in (order[:count], order[count:]))
+        return self.only(seen), self.only(unseen)
+
+    def fingerprint(self) -> str:
+        return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))
+
+    def class_counts(self) -> Array:
+        """Return [clients, 2 (train, test), classes]."""
+        pairs = zip(self.train, self.test, strict=True)
+        length = len(self.classes)
+        return np.array([[np.bincount(part.y.numpy(), minlength=length) for part in pair] for pair in pairs])
 
 
 def digest_of(train: Examples, test: Examples) -> str:
-    """SHA-256 of one client's examples and labels in their order."""
+    """Return the SHA-256 of one client's examples and labels in their order."""
     digest = hashlib.sha256()
     for x, y in (train, test):
         digest.update(repr((x.dtype, tuple(x.shape))).encode())
@@ -77,81 +134,71 @@ def digest_of(train: Examples, test: Examples) -> str:
     return digest.hexdigest()
 
 
-class Federation(Outline):
-    """The partitioned data: for each client its training and test examples, and how to normalise them."""
-
-    def __init__(
-        self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...],
-        mean: tuple[float, ...] = (), std: tuple[float, ...] = (), names: tuple[str, ...] = (), leaked_share: float = 0.0,
-        subset: str = "",
-    ) -> None:  # fmt: skip
-        self.train, self.test = tuple(train), tuple(test)
-        sizes = torch.tensor([len(examples.y) for examples in self.train])
-        super().__init__(tuple(self.train[0].x.shape[1:]), classes, sizes, mean, std, names, leaked_share, subset)
-        for name, examples, tests in zip(self.names, self.train, self.test, strict=True):
-            if not len(examples.y) or not len(tests.y):
-                raise PfedlaError(
-                    f"client {name} has {len(examples.y)} training and {len(tests.y)} test examples: it needs both"
-                )
-
-    def __repr__(self) -> str:
-        sizes = self.num_examples
-        return f"Federation({len(self)} clients, {sizes.min()}-{sizes.max()} training examples, {len(self.classes)} classes)"
-
-    def only(self, clients: Sequence[int]) -> "Federation":
-        """Some of the clients, under their names."""
-        train, test = ([part[client] for client in clients] for part in (self.train, self.test))
-        names = tuple(self.names[client] for client in clients)
-        leaked = _leaked_among(train, test) if self.leaked_share else 0.0
-        return Federation(train, test, self.classes, self.mean, self.std, names, leaked, self.subset)
-
-    def parted(self, unseen: float, seed: int) -> tuple["Federation", "Federation | None"]:
-        """Those who take part in a run, and the share of the clients that does not: at least one and never all."""
-        if not unseen:
-            return self, None
-        if len(self) < 2:
-            raise PfedlaError(f"unseen_clients = {unseen}: of a single client none can stay away")
-        count = min(len(self) - 1, max(1, int(unseen * len(self) + 0.5)))
-        order = torch.randperm(len(self), generator=generator(seed, "unseen"))
-        away, here = (part.sort().values.tolist() for part in (order[:count], order[count:]))
-        return self.only(here), self.only(away)
-
-    def fingerprint(self) -> str:
-        return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))
-
-    def class_counts(self) -> Array:
-        """[clients, 2 (train, test), classes]"""
-        num_classes = len(self.classes)
-        rows = [
-            [np.bincount(part.y.numpy(), minlength=num_classes) for part in pair]
-            for pair in zip(self.train, self.test, strict=True)
-        ]
-        return np.array(rows)
+def _leaked_share_among(train: Sequence[Examples], test: Sequence[Examples]) -> float:
+    """Return the share of the test examples that train one of these clients; no client trains on its own."""
+    trained = {row.tobytes() for part in train for row in part.x.flatten(1).numpy()}
+    tested = [row.tobytes() in trained for part in test for row in part.x.flatten(1).numpy()]
+    return sum(tested) / max(1, len(tested))
 
 
 def federation_of(
-    x: Array, y: Array, client: Array | None = None, test: Array | None = None, *, seed: int = 0, **recipe: Any
+    x: Array,
+    y: Array,
+    client: Array | None = None,
+    test: Array | None = None,
+    *,
+    seed: int = 0,
+    **settings: Any,
 ) -> Federation:
-    """A federation from your own arrays: examples, labels, and whose each example is or how to cut them into clients.
+    """Make a federation from your own arrays: examples, labels, and the owner of each example or a partition.
 
-    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class. Further
-    arguments say how to cut: `partition="dirichlet", clients=20, beta=0.3`, all as in docs/data.md, with the same defaults.
+    `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class.
+    Further arguments are those of the [data] section: `partition="dirichlet", clients=20, beta=0.3`.
     """
-    dataset = dataset_of("arrays", x, y, client, test)
-    return partitioned(dataset, recipe_of(dataset, **recipe), seed)
+    plain = {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in settings.items()
+        if value is not None
+    }
+    try:
+        data = Data(dataset="arrays", **plain)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            raise unknown("option", key, Data.model_fields) from None
+        raise PfedlaError(f"{key} = {shown(plain[key])}: {problem['msg'].lower()}") from None
+    return build_federation(data, seed, dataset_of("arrays", x, y, client=client, test=test))[1]
 
 
-def partitioned(dataset: Dataset, recipe: Recipe, seed: int) -> Federation:
-    """Cut a data set into clients."""
+def federation_of_one(dataset: Dataset, name: str, seed: int, test_share: float | Auto = AUTO) -> Federation:
+    """Make a federation of one client that owns all examples of `dataset`."""
+    one = replace(dataset, client=np.zeros(len(dataset.y), np.int64), client_names=(name,))
+    return _split(one, resolve(Data(partition="client", test_share=test_share), one), seed)
+
+
+def build_federation(data: Data, seed: int, dataset: Dataset | None = None) -> tuple[Data, Federation]:
+    """Return the section with every "auto" resolved, and the federation that it describes."""
+    dataset = limit_classes(data, dataset or datasets.load(data.dataset))
+    data = resolve(data, dataset)
+    federation = _split(dataset, data, seed)
+    updates: dict[str, Any] = {}
+    if data.partition != "client":
+        updates["samples_per_client"] = int(federation.class_counts().sum()) // len(federation)
+    if data.dataset.endswith(".npz"):
+        updates["dataset"] = str(Path(data.dataset).resolve())  # a run folder may be used from elsewhere
+    return data.model_copy(update=updates), federation
+
+
+def _split(dataset: Dataset, data: Data, seed: int) -> Federation:
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
-    split = split_of(dataset, recipe, numpy_generator(seed, "partition"))
+    split = split_dataset(dataset, data, numpy_generator(seed, "partition"))
 
     def examples(rows: Array) -> Examples:
         return Examples(torch.from_numpy(dataset.x[rows]), torch.from_numpy(dataset.y[rows]))
 
-    return Federation(
-        [examples(rows) for rows in split.train], [examples(rows) for rows in split.test], dataset.classes,
-        dataset.mean, dataset.std, dataset.client_names if recipe.partition == "client" else (), leaked_share(split),
-        dataset.subset,
-    )  # fmt: skip
+    train, test = ([examples(rows) for rows in part] for part in split)
+    known = {"mean": dataset.mean, "std": dataset.std, "subset": dataset.subset}
+    known["names"] = dataset.client_names if data.partition == "client" else ()
+    return Federation(train, test, dataset.classes, **known, leaked_share=leaked_share(split))

@@ -1,8 +1,7 @@
-"""Labels to clients: how many examples of each class every client gets, then which ones.
+"""Labels to clients: draw as many examples of each class as a rule (rules.py) gives every client.
 
-A rule (rules.py) says how many examples of each class every client gets for so many samples; `draw` takes that many,
-disjoint between clients unless asked otherwise, and splits each client's into training and test with the same
-distribution (per class within one, totals exact).
+Clients are disjoint unless asked otherwise. Training and test examples of a client have the same distribution
+(per class within one, totals exact).
 """
 
 from typing import NamedTuple
@@ -10,172 +9,160 @@ from typing import NamedTuple
 import numpy as np
 
 from pfedla.core.errors import PfedlaError
-from pfedla.data.own import LARGEST, Array, Dataset
-from pfedla.data.recipe import Recipe
-from pfedla.data.rounding import balanced_counts
-from pfedla.data.rules import DEALT, Rule, rule_of
+from pfedla.core.settings import AUTO
+from pfedla.data.dataset import Array, Dataset
+from pfedla.data.recipe import Data, require
+from pfedla.data.rules import DEALT, Rule, round_table, rule_of
+
+LARGEST = 2**33  # bytes of all clients' examples
 
 
 class Split(NamedTuple):
-    """Positions in the data set, per client."""
+    """For training and for test: positions in the data set, per client."""
 
     train: list[Array]
     test: list[Array]
 
 
 class Quotas(NamedTuple):
-    """[clients, classes]: how many examples of each class every client gets, for training and for test."""
+    """For training and for test: how many examples of each class every client gets [clients, classes]."""
 
     train: Array
     test: Array
 
 
-def split_of(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Split:
-    """Cut a data set into clients, or say why that cannot be."""
-    if recipe.partition == "client":
-        return by_client(dataset, recipe.test_share, rng)
-    rule = rule_of(dataset, recipe, rng)
-    samples = recipe.samples_per_client or _largest_samples(dataset, rule, recipe)
-    size = recipe.clients * min(samples, len(dataset.y)) * dataset.x[:1].nbytes
-    if recipe.overlapping and size > LARGEST:  # the others have the data set once among them
-        raise PfedlaError(f"{recipe.clients} overlapping clients of {samples} samples would take {size >> 30} GiB; use fewer")
-    examples = rule(samples)
-    quotas = quotas_of(examples, recipe.test_share)
-    if not _every_class_is_there(recipe, examples, quotas):
-        wanted = "every class" if recipe.partition == "dominant" else "training and test examples of each of its classes"
-        why = "" if recipe.samples_per_client else f"; {_scarcest(dataset, rule, recipe)}"
-        raise PfedlaError(f"{samples} samples per client are too few for {wanted}{why}")
-    return draw(dataset, quotas, rng, recipe.overlapping)
+def split_dataset(dataset: Dataset, data: Data, rng: np.random.Generator) -> Split:
+    """Split a data set into clients; `data` is resolved."""
+    if data.partition == "client":
+        return _split_by_client(dataset, data, rng)
+    rule, clients, wanted = rule_of(dataset, data, rng), require(data.clients), data.samples_per_client
+    samples = _find_largest(dataset, rule, data) if wanted == AUTO else wanted
+    size = clients * min(samples, len(dataset.y)) * dataset.x[:1].nbytes
+    if data.overlapping and size > LARGEST:  # disjoint clients hold the data set once among them
+        raise PfedlaError(
+            f"samples_per_client = {samples}: {clients} overlapping clients take {size >> 30} GiB"
+        )
+    examples = rule.examples(samples)
+    quotas = quotas_of(examples, require(data.test_share))
+    if not _has_every_class(data, examples, quotas):
+        why = f"; {_name_scarcest(dataset, rule, data)}" if wanted == AUTO else ""
+        raise PfedlaError(f"samples_per_client = {samples} is too few for all classes of a client{why}")
+    if not data.overlapping:
+        return draw(dataset, quotas, rng)
+    pairs = zip(*quotas, strict=True)
+    alone = [draw(dataset, Quotas(train[None], test[None]), rng) for train, test in pairs]
+    return Split([split.train[0] for split in alone], [split.test[0] for split in alone])
 
 
 def quotas_of(examples: Array, test_share: float) -> Quotas:
-    """Test examples: every client's total exact, each of its classes within one of its share, and so each class over all."""
+    """Choose the test examples: every client's total exact, its classes and all clients' within one."""
     totals = np.round(examples.sum(1) * test_share).astype(np.int64)
-    test = balanced_counts(examples * test_share, totals)
+    test = round_table(examples * test_share, totals)
     return Quotas(examples - test, test)
 
 
-def _every_class_is_there(recipe: Recipe, examples: Array, quotas: Quotas) -> bool:
-    """A rule about classes must not lose one to rounding."""
-    if recipe.partition in DEALT:
+def _has_every_class(data: Data, examples: Array, quotas: Quotas) -> bool:
+    """Tell whether a rule about classes lost none to rounding."""
+    if data.partition in DEALT:
         return True
-    if recipe.partition == "dominant":
+    if data.partition == "dominant":
         return bool(examples.all())
     held = examples > 0
-    whole = (held.sum(1) == recipe.classes_per_client).all()
+    whole = (held.sum(1) == data.classes_per_client).all()
     return bool(whole and quotas.train[held].all() and quotas.test[held].all())
 
 
-def _available(dataset: Dataset) -> tuple[Array, Array | None]:
-    """Examples of each class, and of these in the ready test split if there is one."""
-    available = np.bincount(dataset.y, minlength=len(dataset.classes))
-    return available, None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=len(dataset.classes))
+def _count(dataset: Dataset) -> tuple[Array, Array | None]:
+    """Count the examples of each class, and those in the ready test split if there is one."""
+    length = len(dataset.classes)
+    ready = None if dataset.test is None else np.bincount(dataset.y[dataset.test], minlength=length)
+    return np.bincount(dataset.y, minlength=length), ready
 
 
-def _largest_samples(dataset: Dataset, rule: Rule, recipe: Recipe) -> int:
-    """The most examples per client that the classes (and the parts of a ready test split) allow."""
-    available, ready = _available(dataset)
-    if ready is not None:
-        for part, counts in (("training", available - ready), ("test", ready)):
-            if not counts.all():
-                name = dataset.classes[int(counts.argmin())]
-                raise PfedlaError(
-                    f"class {name!r} has no {part} example in the ready split of {dataset.name}; give some, or no split"
-                )
-    for samples in range(_bound(rule.demand(recipe.overlapping), available, ready, recipe), 0, -1):
-        quotas = quotas_of(rule(samples), recipe.test_share)
-        train, test = (quota.max(0) if recipe.overlapping else quota.sum(0) for quota in quotas)
+def _find_largest(dataset: Dataset, rule: Rule, data: Data) -> int:
+    """Find the most examples per client that the classes (and the parts of a ready test split) allow."""
+    available, ready = _count(dataset)
+    for samples in range(_bound(rule.demand, available, ready, data), 0, -1):
+        quotas = quotas_of(rule.examples(samples), require(data.test_share))
+        train, test = (quota.max(0) if data.overlapping else quota.sum(0) for quota in quotas)
         fits = train + test <= available if ready is None else (train <= available - ready) & (test <= ready)
         if fits.all():
             return samples
-    raise PfedlaError(f"not even one sample per client can be had: {_scarcest(dataset, rule, recipe)}")
+    raise PfedlaError(f"not one sample per client: {_name_scarcest(dataset, rule, data)}")
 
 
-def _scarcest(dataset: Dataset, rule: Rule, recipe: Recipe) -> str:
-    """The class that decides how many samples there can be, in words."""
-    available, _ = _available(dataset)
-    demand = rule.demand(recipe.overlapping)
-    label = int(np.argmin(np.where(demand > 0, available / np.maximum(demand, 1e-9), np.inf)))
-    return (
-        f"class {dataset.classes[label]!r} of {dataset.name} has {available[label]} examples for {recipe.clients} clients; "
-        "use fewer clients or give more examples"
-    )
-
-
-def _bound(demand: Array, available: Array, ready: Array | None, recipe: Recipe) -> int:
-    """More samples per client than this cannot be had: where the search for the largest number begins."""
+def _bound(demand: Array, available: Array, ready: Array | None, data: Data) -> int:
+    """Return an upper bound of the samples per client, where the search begins."""
     asked = demand > 0
     bounds = [available[asked] / demand[asked]]
     if ready is not None:
-        slack = 2 * recipe.clients  # rounding moves at most two examples of a class per client between the parts
-        for there, share in ((available - ready, 1 - recipe.test_share), (ready, recipe.test_share)):
+        slack = 2 * require(data.clients)  # rounding moves at most two examples of a class per client
+        test_share = require(data.test_share)
+        for there, share in ((available - ready, 1 - test_share), (ready, test_share)):
             bounds.append((there[asked] + slack) / (share * demand[asked]))
     return int(np.min(bounds) + 1e-9)
 
 
-def draw(dataset: Dataset, quotas: Quotas, rng: np.random.Generator, overlapping: bool = False) -> Split:
-    """Random examples by quota, disjoint between clients; a ready test split is honoured: test quotas come from it alone.
+def _name_scarcest(dataset: Dataset, rule: Rule, data: Data) -> str:
+    """Name the class that limits the number of samples, by its rarer part if there is a ready test split."""
+    available, ready = _count(dataset)
+    rarest = available if ready is None else np.minimum(available - ready, ready)
+    label = int(np.argmin(np.where(rule.demand > 0, rarest / np.maximum(rule.demand, 1e-9), np.inf)))
+    part = "" if ready is None else " for training or for test"
+    few = f"class {dataset.classes[label]!r} of {dataset.name} has only {rarest[label]} examples{part}"
+    return f"{few}; use fewer than {data.clients} clients or give more examples"
 
-    `overlapping`: every client draws from the whole pool, so that a test example of one may train another.
-    """
-    if overlapping:
-        alone = [_draw_disjoint(dataset, Quotas(train[None], test[None]), rng) for train, test in zip(*quotas, strict=True)]
-        return Split([split.train[0] for split in alone], [split.test[0] for split in alone])
-    return _draw_disjoint(dataset, quotas, rng)
 
-
-def _draw_disjoint(dataset: Dataset, quotas: Quotas, rng: np.random.Generator) -> Split:
-    split = Split([], [])
+def draw(dataset: Dataset, quotas: Quotas, rng: np.random.Generator) -> Split:
+    """Draw random examples by quota, disjoint between clients; test examples come from a ready test split."""
     pools: list[tuple[Array, Array]] = []  # per class: candidates for training, for test
     for label, name in enumerate(dataset.classes):
         rows = rng.permutation(np.flatnonzero(dataset.y == label))
         need, need_test = quotas.train[:, label].sum(), quotas.test[:, label].sum()
         if dataset.test is None:
-            _enough(name, rows, need + need_test, "")
+            _check_enough(name, rows, need + need_test, "")
             pools.append((rows[need_test:], rows[:need_test]))
         else:
             train_rows, test_rows = rows[~dataset.test[rows]], rows[dataset.test[rows]]
-            _enough(name, train_rows, need, " for training")
-            _enough(name, test_rows, need_test, " for test")
+            _check_enough(name, train_rows, need, " for training")
+            _check_enough(name, test_rows, need_test, " for test")
             pools.append((train_rows, test_rows))
-    ends = np.cumsum(quotas.train, axis=0), np.cumsum(quotas.test, axis=0)
-    for client in range(len(quotas.train)):
-        for part, end, which in ((split.train, ends[0], 0), (split.test, ends[1], 1)):
-            begin = end[client - 1] if client else np.zeros_like(end[0])
-            picked = [pools[label][which][begin[label] : end[client, label]] for label in range(len(pools))]
+    split = Split([], [])
+    for which, (part, quota) in enumerate(zip(split, quotas, strict=True)):
+        ends = np.cumsum(quota, axis=0)
+        for begin, end in zip(ends - quota, ends, strict=True):
+            picked = [pool[which][first:last] for pool, first, last in zip(pools, begin, end, strict=True)]
             part.append(np.sort(np.concatenate(picked)))
     return split
 
 
-def _enough(name: str, rows: Array, need: int, purpose: str) -> None:
+def _check_enough(name: str, rows: Array, need: int, purpose: str) -> None:
     if need > len(rows):
-        raise PfedlaError(
-            f"class {name!r} has {len(rows)} examples{purpose}, the partition asks for {need}: {need - len(rows)} are "
-            "lacking; use fewer clients or fewer samples per client"
-        )
+        lacking = f"has {len(rows)} examples{purpose}, the partition needs {need}"
+        raise PfedlaError(f"class {name!r} {lacking}; use fewer clients or a smaller samples_per_client")
 
 
-def by_client(dataset: Dataset, test_share: float, rng: np.random.Generator) -> Split:
-    """The data's own partition; its ready test split, or one drawn per class."""
-    assert dataset.client is not None  # the recipe has seen it
-    split = Split([], [])
+def _split_by_client(dataset: Dataset, data: Data, rng: np.random.Generator) -> Split:
+    """Split by the owners that the data name; the test split is theirs, or drawn per class."""
+    assert dataset.client is not None  # `resolve` has seen it
     examples = np.zeros((len(dataset.client_names), len(dataset.classes)), np.int64)
     np.add.at(examples, (dataset.client, dataset.y), 1)
-    quotas = quotas_of(examples, test_share)
-    own_rows = np.split(np.argsort(dataset.client, kind="stable"), np.cumsum(examples.sum(1))[:-1])  # not a search for each
-    for client, rows in enumerate(own_rows):
-        if dataset.test is None:
-            labels = dataset.y[rows]
-            held_out = [rng.permutation(rows[labels == label])[:count] for label, count in enumerate(quotas.test[client])]
-            test = np.sort(np.concatenate(held_out))
-        else:
-            test = rows[dataset.test[rows]]
-        split.test.append(test)
-        split.train.append(np.setdiff1d(rows, test))
-    return split
+    # One sort instead of a search for each client.
+    own_rows = np.split(np.argsort(dataset.client, kind="stable"), np.cumsum(examples.sum(1))[:-1])
+    if dataset.test is not None:
+        test = [rows[dataset.test[rows]] for rows in own_rows]
+    else:
+        quotas = quotas_of(examples, require(data.test_share)).test
+        test = [_draw_test(dataset.y, rows, quota, rng) for rows, quota in zip(own_rows, quotas, strict=True)]
+    return Split([np.setdiff1d(rows, held_out) for rows, held_out in zip(own_rows, test, strict=True)], test)
+
+
+def _draw_test(y: Array, rows: Array, quota: Array, rng: np.random.Generator) -> Array:
+    picked = [rng.permutation(rows[y[rows] == label])[:count] for label, count in enumerate(quota)]
+    return np.sort(np.concatenate(picked))
 
 
 def leaked_share(split: Split) -> float:
-    """The share of all test examples that are in the training set of another client; 0 unless overlapping."""
+    """Return the share of the test examples that train another client; 0 unless clients overlap."""
     tests = np.concatenate(split.test)
     return float(np.isin(tests, np.concatenate(split.train)).mean()) if len(tests) else 0.0

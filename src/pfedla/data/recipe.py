@@ -1,16 +1,17 @@
-"""How a data set is to be cut into clients: what can be asked for, and what is taken where nothing is said."""
+"""The [data] section: which data, and how they are split into clients."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
-from pfedla.core.errors import PfedlaError, unknown
-from pfedla.data.own import Dataset
+from pydantic import Field
+
+from pfedla.core.errors import PfedlaError
+from pfedla.core.settings import AUTO, Auto, Option, Positive, Section, Share
+from pfedla.data.dataset import Dataset
+from pfedla.data.datasets import KNOWN
 
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
 TEST_SHARE = 0.3  # the paper's
-LARGEST_COUNT = 10**9
-MOST_CELLS = 2**24  # clients times classes: what tables of them take
-LARGEST_BETA = 1e6  # beyond, all clients are alike to the last example
+MOST_CELLS = 2**24  # clients times classes: the size of the tables
 TOY_CLIENTS, TOY_CLASSES, TOY_CLASSES_PER_CLIENT = 6, 9, 3
 USED_BY = {
     "classes_per_client": ("classes", "twins", "chain", "toy"),
@@ -19,76 +20,121 @@ USED_BY = {
     "beta": ("dirichlet",),
     "shards_per_client": ("shards",),
 }
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything decided; docs/data.md explains each."""
+class Data(Section):
+    """Which data, and how they are split into clients."""
 
-    partition: Partition
-    clients: int
-    samples_per_client: int | None = None  # training and test; None: as many as the classes allow
-    classes_per_client: int = 4
-    dominant_classes: int = 2
-    dominant_share: float = 0.6
-    beta: float = 0.5
-    shards_per_client: int = 2
+    dataset: Annotated[str, Option("dataset", "-d")] = "digits"
+    """A name of `pfedla data list`, or a file.npz of your own."""
+    classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO
+    """Use only the first classes. auto: all; emnist 10, partition toy 9."""
+    partition: Annotated[Partition | Auto, Option("partition")] = AUTO
+    """classes: a few classes per client (non-IID_1); dominant: all classes, a few dominate (non-IID_2);
+    dirichlet, shards, iid; twins, chain, toy: the paper's analyses; client: the owners in the data. auto:
+    client if the data have owners, else classes."""
+    clients: Annotated[Positive | Auto, Option("clients")] = AUTO
+    """Number of clients. auto: 10, or the data's own; twins and chain 8, toy 6."""
+    samples_per_client: Annotated[Positive | Auto, Option("samples")] = AUTO
+    """Training and test examples per client. auto: 600 as in the paper; digits and own data all there are."""
+    classes_per_client: Positive | Auto = AUTO
+    """Classes per client (classes, twins, chain, toy). auto: 4; 12 of a hundred or more (classes); toy 3."""
+    dominant_classes: Positive | Auto = AUTO
+    """Dominant classes per client (dominant). auto: 2; 6 of a hundred classes or more."""
+    dominant_share: Share | Auto = AUTO
+    """Share of a client's examples that is of its dominant classes (dominant). auto: 0.6."""
+    beta: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | Auto = AUTO
+    """Concentration of the Dirichlet distribution (dirichlet): smaller is more heterogeneous. auto: 0.5."""
+    shards_per_client: Positive | Auto = AUTO
+    """Pieces of the examples sorted by class per client (shards). auto: 2."""
     overlapping: bool = False
-    test_share: float = TEST_SHARE
+    """Let all clients draw from one pool: test examples of one client may be training examples of another."""
+    test_share: Share | Auto = AUTO
+    """Share of a client's examples that is held out for test. auto: 0.3, or the split that own data bring."""
 
-    def __post_init__(self) -> None:
-        samples = 1 if self.samples_per_client is None else self.samples_per_client
-        whole = {"clients": self.clients, "samples_per_client": samples, "classes_per_client": self.classes_per_client}
-        whole |= {"dominant_classes": self.dominant_classes, "shards_per_client": self.shards_per_client}
-        for key, value in whole.items():
-            if not 1 <= value <= LARGEST_COUNT:
-                raise PfedlaError(f"{key} = {value} is not possible: it should be at least 1 and at most {LARGEST_COUNT:g}")
-        for key, share in (("dominant_share", self.dominant_share), ("test_share", self.test_share)):
-            if not 0 < share < 1:
-                raise PfedlaError(f"{key} = {share} is not possible: it should be between 0 and 1")
-        if not 0 < self.beta <= LARGEST_BETA:
-            raise PfedlaError(f"beta = {self.beta} is not possible: it should be above 0 and at most {LARGEST_BETA:g}")
+    @property
+    def split_name(self) -> str:
+        """The partition as results name it; an overlap between clients is never left out."""
+        return f"{self.partition}{'-overlapping' if self.overlapping else ''}"
 
 
-def recipe_of(dataset: Dataset, **asked: Any) -> Recipe:
-    """What was asked for (None: nothing was said), completed; what would be ignored is refused."""
-    given = {key: value for key, value in asked.items() if value is not None}
-    choices = [field.name for field in fields(Recipe)]
-    if strange := [key for key in given if key not in choices]:
-        raise unknown("option", strange[0], choices)
-    num_classes, found = len(dataset.classes), len(dataset.client_names)
-    partition = given.setdefault("partition", "client" if found else "classes")
-    if partition not in get_args(Partition):
-        raise unknown("partition", partition, get_args(Partition))
-    for key, partitions in USED_BY.items():
-        if key in given and partition not in partitions:
-            raise PfedlaError(f"{key} is used by partition {', '.join(partitions)} only, not by {partition}; leave it out")
+def require(value: T | Auto) -> T:
+    """Return a setting that `resolve` has decided."""
+    assert value != AUTO
+    return value
+
+
+def limit_classes(data: Data, dataset: Dataset) -> Dataset:
+    """Return the examples of the classes that are used."""
+    known, limit = KNOWN.get(data.dataset), data.classes_limit
+    if data.partition == "toy":
+        if limit not in (AUTO, TOY_CLASSES):
+            raise PfedlaError(f"classes_limit: partition 'toy' has {TOY_CLASSES} classes; leave it out")
+        limit = TOY_CLASSES
+    if limit == AUTO:
+        there = len(dataset.classes)
+        limit = min(there, (known.classes_limit if known else None) or there)
+    return dataset.keep_classes(require(limit))
+
+
+def resolve(data: Data, dataset: Dataset) -> Data:
+    """Return the section with every "auto" decided that its partition uses; refuse what would be ignored.
+
+    `samples_per_client` stays "auto" where the split takes as many examples as there are.
+    """
+    partition = data.partition
+    if partition == AUTO:
+        partition = "client" if dataset.client_names else "classes"
+    for key, users in USED_BY.items():
+        if getattr(data, key) != AUTO and partition not in users:
+            raise PfedlaError(f"{key} is only used by partition {', '.join(users)}, not by {partition}")
     if partition == "client":
-        _check_own_clients(dataset, given)
-        given["clients"] = found
+        _check_own_clients(data, dataset)
     defaults = {
+        key: value
+        for key, value in _defaults(data, partition, dataset).items()
+        if getattr(data, key) == AUTO and partition in USED_BY.get(key, (partition,))
+    }
+    num_classes = len(dataset.classes)
+    resolved = data.model_copy(update=defaults | {"partition": partition, "classes_limit": num_classes})
+    clients = require(resolved.clients)
+    if clients > len(dataset.y):
+        raise PfedlaError(f"clients = {clients}, but {dataset.name} has only {len(dataset.y)} examples")
+    if clients * num_classes > MOST_CELLS:
+        raise PfedlaError(f"clients = {clients} times {num_classes} classes is more than {MOST_CELLS:,}")
+    return resolved
+
+
+def _defaults(data: Data, partition: Partition, dataset: Dataset) -> dict[str, Any]:
+    num_classes, known = len(dataset.classes), KNOWN.get(data.dataset)
+    found: dict[str, Any] = {
         "clients": {"twins": 8, "chain": 8, "toy": TOY_CLIENTS}.get(partition, 10),
         "classes_per_client": 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes),
         "dominant_classes": 6 if num_classes >= 100 else min(2, max(1, num_classes // 2)),
+        "dominant_share": 0.6,
+        "beta": 0.5,
+        "shards_per_client": 2,
+        "test_share": TEST_SHARE,
+        "samples_per_client": (known.samples_per_client if known else None) or AUTO,
     }
     if partition == "toy":
-        defaults["classes_per_client"] = TOY_CLASSES_PER_CLIENT
-    recipe = Recipe(**{**defaults, **given})
-    if recipe.clients > len(dataset.y):
-        raise PfedlaError(f"{recipe.clients} clients, but {dataset.name} has only {len(dataset.y)} examples; use fewer")
-    if recipe.clients * num_classes > MOST_CELLS:
-        raise PfedlaError(f"{recipe.clients} clients times {num_classes} classes are more than {MOST_CELLS:,}; use fewer")
-    return recipe
+        found["classes_per_client"] = TOY_CLASSES_PER_CLIENT
+    if partition == "client":
+        found |= {"clients": len(dataset.client_names), "samples_per_client": AUTO}
+        if dataset.test is not None:
+            del found["test_share"]
+    return found
 
 
-def _check_own_clients(dataset: Dataset, given: dict[str, Any]) -> None:
-    found = len(dataset.client_names)
+def _check_own_clients(data: Data, dataset: Dataset) -> None:
+    name, found = dataset.name, len(dataset.client_names)
     if not found:
-        raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client' that says whose each example is")
-    if given.get("clients", found) != found:
-        raise PfedlaError(f"clients = {given['clients']}, but {dataset.name} names {found} clients; leave it out")
-    for key in ("samples_per_client", "overlapping"):
-        if given.get(key):
-            raise PfedlaError(f"{key}: {dataset.name} says whose each example is, all are used; leave it out")
-    if dataset.test is not None and "test_share" in given:
-        raise PfedlaError(f"test_share: {dataset.name} has a ready test split; leave it out")
+        raise PfedlaError(f"partition 'client': {name} has no array 'client' with the owner of each example")
+    if data.clients not in (AUTO, found):
+        raise PfedlaError(f"clients = {data.clients}, but {name} names {found} clients; leave it out")
+    if data.samples_per_client != AUTO or data.overlapping:
+        key = "overlapping" if data.overlapping else "samples_per_client"
+        raise PfedlaError(f"{key}: {name} names the owner of each example, and all are used; leave it out")
+    if dataset.test is not None and data.test_share != AUTO:
+        raise PfedlaError(f"test_share: {name} has a ready test split; leave it out")

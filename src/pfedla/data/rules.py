@@ -1,83 +1,63 @@
-"""Which classes a client gets, and how many examples of each: non-IID_1, non-IID_2, the paper's analysis federations, and
-the splits of the literature."""
+"""How many examples of each class a client gets: the paper's non-IID_1 and non-IID_2 and other splits."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from pfedla.core.errors import PfedlaError
-from pfedla.data.own import Array, Dataset
-from pfedla.data.recipe import TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Recipe
-from pfedla.data.rounding import balanced_counts, shares_to_counts
+from pfedla.data.dataset import Array, Dataset
+from pfedla.data.recipe import TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Data, require
 
-FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is drawn anew
+FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is repeated
 DRAWS = 1000
+EPSILON = 1e-6
 
 
-class Rule(Protocol):
-    """What is random about who gets which class is drawn when a rule is made; it then serves any number of samples."""
+class Rule(NamedTuple):
+    """Which client gets which class is drawn when a rule is made; it then serves any number of samples."""
 
-    def __call__(self, samples: int) -> Array:
-        """Examples [clients, classes] for so many samples per client."""
-        ...
-
-    def demand(self, overlapping: bool) -> Array:
-        """[classes]: how many examples of each class one sample per client asks of the data set."""
-        ...
+    examples: Callable[[int], Array]  # samples per client -> examples [clients, classes]
+    demand: Array  # [classes]: how many examples of each class one sample per client takes from the data set
 
 
-def rule_of(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Rule:
-    if recipe.partition in DEALT:
-        return Dealt(recipe, np.bincount(dataset.y, minlength=len(dataset.classes)), int(rng.integers(2**63)))
-    if recipe.partition == "dominant":
-        return ByShares(_dominant(dataset, recipe, rng))
-    return ByShares(_holders(dataset, recipe, rng) / recipe.classes_per_client)
-
-
-@dataclass(frozen=True)
-class ByShares:
-    """Every client gets the same number of samples, of each class by its own shares."""
-
-    shares: Array  # [clients, classes], each row sums to one
-
-    def __call__(self, samples: int) -> Array:
-        return balanced_counts(samples * self.shares)
-
-    def demand(self, overlapping: bool) -> Array:
-        asked: Array = self.shares.max(0) if overlapping else self.shares.sum(0)
-        return asked
+def rule_of(dataset: Dataset, data: Data, rng: np.random.Generator) -> Rule:
+    if data.partition in DEALT:
+        return _deal(np.bincount(dataset.y, minlength=len(dataset.classes)), data, int(rng.integers(2**63)))
+    if data.partition == "dominant":
+        shares = _choose_dominant(dataset, data, rng)
+    else:
+        shares = _choose_holders(dataset, data, rng) / require(data.classes_per_client)
+    demand = shares.max(0) if data.overlapping else shares.sum(0)
+    return Rule(lambda samples: round_table(samples * shares), demand)
 
 
 # Rules that say which classes a client holds
 
 
-def _holders(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Array:
-    """[clients, classes] booleans. Every client then gets the same amount of each of its classes."""
-    clients, num_classes, each = recipe.clients, len(dataset.classes), recipe.classes_per_client
-    needed = {"classes": each, "chain": each + 1, "twins": 2 * each, "toy": TOY_CLASSES}
-    if num_classes < needed[recipe.partition] or (recipe.partition == "toy" and num_classes != TOY_CLASSES):
-        exactly = "exactly" if recipe.partition == "toy" else "at least"
-        raise PfedlaError(
-            f"partition '{recipe.partition}' with classes_per_client = {each} needs {exactly} {needed[recipe.partition]} "
-            f"classes, {dataset.name} has {num_classes}"
-        )
-    if recipe.partition == "classes":
+def _choose_holders(dataset: Dataset, data: Data, rng: np.random.Generator) -> Array:
+    """Return [clients, classes] booleans. A client then gets equally many examples of each of its classes."""
+    clients, each = require(data.clients), require(data.classes_per_client)
+    num_classes, partition = len(dataset.classes), data.partition
+    if partition == "toy" and (clients, each) != (TOY_CLIENTS, TOY_CLASSES_PER_CLIENT):
+        raise PfedlaError("partition 'toy' is fixed; leave clients and classes_per_client out")
+    needed = {"chain": each + 1, "twins": 2 * each, "toy": TOY_CLASSES}.get(partition, each)
+    if num_classes < needed:
+        have = f"classes_per_client = {each} with partition '{partition}' needs {needed} classes"
+        raise PfedlaError(f"{have}, {dataset.name} has {num_classes}")
+    if partition == "classes":
         return assign_classes(clients, num_classes, each, rng)
-    if recipe.partition == "chain":
-        return _runs([*range(clients)], each, num_classes)
-    if recipe.partition == "toy":
-        # Pairs of clients share two of three classes, each pair one with the next: a near, a far and three strange clients.
-        if (clients, each) != (TOY_CLIENTS, TOY_CLASSES_PER_CLIENT):
-            raise PfedlaError(
-                f"partition 'toy' has {TOY_CLIENTS} clients with {TOY_CLASSES_PER_CLIENT} classes each; leave clients and "
-                "classes_per_client out"
-            )
-        return _runs([3 * client // 2 for client in range(clients)], each, num_classes)
+    if partition == "chain":
+        return _consecutive([*range(clients)], each, num_classes)
+    if (
+        partition == "toy"
+    ):  # client 0 shares two classes with client 1, one with client 5 and none with the others
+        return _consecutive([3 * client // 2 for client in range(clients)], each, num_classes)
     return _twins(clients, num_classes, each, rng)
 
 
-def _runs(starts: list[int], each: int, num_classes: int) -> Array:
+def _consecutive(starts: list[int], each: int, num_classes: int) -> Array:
     """Consecutive classes from each start, around the class list."""
     holds = np.zeros((len(starts), num_classes), bool)
     for client, start in enumerate(starts):
@@ -86,9 +66,11 @@ def _runs(starts: list[int], each: int, num_classes: int) -> Array:
 
 
 def _twins(clients: int, num_classes: int, each: int, rng: np.random.Generator) -> Array:
-    """Client 0 is the target, 1 has its classes, 2 all but one of them; the others have none, so that contrast shows."""
+    """Client 0 is the target, 1 has its classes, 2 all but one of them; the others have none of them."""
     if clients < 4:
-        raise PfedlaError(f"partition 'twins' needs at least 4 clients (target, twin, similar one, others), not {clients}")
+        raise PfedlaError(
+            f"partition 'twins' needs clients = 4 or more (target, twin, similar one, others), not {clients}"
+        )
     order = rng.permutation(num_classes)
     target, rest = order[:each], order[each:]
     holds = np.zeros((clients, num_classes), bool)
@@ -101,13 +83,13 @@ def _twins(clients: int, num_classes: int, each: int, rng: np.random.Generator) 
 
 
 def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: np.random.Generator) -> Array:
-    """[clients, classes] booleans: distinct random classes for each client, every class held equally often (±1)."""
+    """Draw distinct classes for each client [clients, classes], every class held equally often (±1)."""
     each, extra = divmod(num_clients * per_client, num_classes)
     left = np.full(num_classes, each)
     left[rng.permutation(num_classes)[:extra]] += 1
     holds = np.zeros((num_clients, num_classes), bool)
     for client in range(num_clients):
-        # A class that is still owed to as many clients as remain must be taken now; the rest is drawn by what is left.
+        # A class that as many clients need as remain must be taken now; the others are drawn by what is left.
         must = left >= num_clients - client
         weights = np.where(must, 0, left).astype(float)
         free = per_client - must.sum()
@@ -118,81 +100,144 @@ def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: np.
     return holds
 
 
-def _dominant(dataset: Dataset, recipe: Recipe, rng: np.random.Generator) -> Array:
+def _choose_dominant(dataset: Dataset, data: Data, rng: np.random.Generator) -> Array:
     """All classes, of which a few random ones together make up `dominant_share`."""
-    num_classes, few, share = len(dataset.classes), recipe.dominant_classes, recipe.dominant_share
+    num_classes, few, share = (
+        len(dataset.classes),
+        require(data.dominant_classes),
+        require(data.dominant_share),
+    )
     if few >= num_classes:
-        raise PfedlaError(
-            f"dominant_classes = {few}, but {dataset.name} has {num_classes} classes and allows at most {num_classes - 1}"
-        )
+        raise PfedlaError(f"dominant_classes = {few}, but {dataset.name} has only {num_classes} classes")
     if share <= few / num_classes:
-        raise PfedlaError(f"dominant_share = {share}: {few} of {num_classes} classes would not prevail; use more")
-    holds = assign_classes(recipe.clients, num_classes, few, rng)
+        raise PfedlaError(f"dominant_share = {share}: {few} of {num_classes} classes would not dominate")
+    holds = assign_classes(require(data.clients), num_classes, few, rng)
     return np.where(holds, share / few, (1 - share) / (num_classes - few))
 
 
-# Rules that deal a pool out: the classes are in it as in the data set
+# Rules that deal out a pool with the data set's own shares of classes
 
 
-@dataclass(frozen=True)
-class Dealt:
-    """A pool with the data set's own shares of classes, dealt out to the clients."""
+def _deal(available: Array, data: Data, seed: int) -> Rule:
+    clients, there = require(data.clients), int(available.sum())
 
-    recipe: Recipe
-    available: Array  # [classes]
-    seed: int
-
-    def __call__(self, samples: int) -> Array:
-        total, there = self.recipe.clients * samples, int(self.available.sum())
-        need = samples if self.recipe.overlapping else total
+    def count(samples: int) -> Array:
+        need = samples if data.overlapping else clients * samples
         if need > there:
-            raise PfedlaError(
-                f"{self.recipe.clients} clients with {samples} samples each need {need} examples, there are {there}: "
-                f"{need - there} are lacking; use fewer clients or fewer samples per client"
-            )
-        pool = shares_to_counts(self.available, total)
-        return DEALT[self.recipe.partition](pool, samples, self.recipe, np.random.default_rng(self.seed))
+            raise PfedlaError(f"samples_per_client = {samples}: needs {need} examples, there are {there}")
+        pool = round_shares(available, clients * samples)
+        return DEALT[data.partition](pool, samples, data, np.random.default_rng(seed))
 
-    def demand(self, overlapping: bool) -> Array:
-        asked: Array = self.recipe.clients * self.available / self.available.sum()
-        return asked
+    return Rule(count, clients * available / there)
 
 
-def _deal_iid(pool: Array, samples: int, recipe: Recipe, rng: np.random.Generator) -> Array:
-    """A shuffled pool, dealt out in equal hands."""
-    hands = rng.permutation(np.repeat(np.arange(len(pool)), pool)).reshape(recipe.clients, samples)
-    return np.stack([np.bincount(hand, minlength=len(pool)) for hand in hands])
+def _deal_iid(pool: Array, samples: int, data: Data, rng: np.random.Generator) -> Array:
+    """Shuffle the pool and deal it out in equal parts."""
+    parts = rng.permutation(np.repeat(np.arange(len(pool)), pool)).reshape(-1, samples)
+    return np.stack([np.bincount(part, minlength=len(pool)) for part in parts])
 
 
-def _deal_shards(pool: Array, samples: int, recipe: Recipe, rng: np.random.Generator) -> Array:
-    """The pool in the order of its classes, cut into shards; every client gets a few at random (McMahan et al. 2017)."""
-    per_client = recipe.shards_per_client
+def _deal_shards(pool: Array, samples: int, data: Data, rng: np.random.Generator) -> Array:
+    """Cut the pool, sorted by class, into shards; every client gets a few at random (McMahan et al. 2017)."""
+    clients, per_client = require(data.clients), require(data.shards_per_client)
     if per_client > samples:
-        raise PfedlaError(f"shards_per_client = {per_client}, but a client has only {samples} samples; use fewer shards")
-    order = rng.permutation(recipe.clients * per_client)  # which shard of which client lies next in the line
-    owner, position = np.divmod(order, per_client)
+        raise PfedlaError(f"shards_per_client = {per_client}, but a client has only {samples} samples")
+    owner, position = np.divmod(rng.permutation(clients * per_client), per_client)
     sizes = samples // per_client + (position < samples % per_client)
-    owners = np.repeat(owner, sizes)  # of every place in the line
-    examples = np.zeros((recipe.clients, len(pool)), np.int64)
-    np.add.at(examples, (owners, np.repeat(np.arange(len(pool)), pool)), 1)
+    examples = np.zeros((clients, len(pool)), np.int64)
+    np.add.at(examples, (np.repeat(owner, sizes), np.repeat(np.arange(len(pool)), pool)), 1)
     return examples
 
 
-def _deal_dirichlet(pool: Array, samples: int, recipe: Recipe, rng: np.random.Generator) -> Array:
-    """Every class is dealt to the clients by shares drawn from Dirichlet(beta) (Yurochkin et al. 2019).
+def _deal_dirichlet(pool: Array, samples: int, data: Data, rng: np.random.Generator) -> Array:
+    """Deal each class to the clients by shares drawn from Dirichlet(beta) (Yurochkin et al. 2019).
 
     Sizes differ; `samples` is their mean.
     """
+    clients, beta = require(data.clients), require(data.beta)
     fewest = max(2, min(FEWEST, samples // 2))
     for _ in range(DRAWS):
-        shares = rng.dirichlet(np.full(recipe.clients, recipe.beta), size=len(pool))
-        examples = np.stack([shares_to_counts(row, count) for row, count in zip(shares, pool, strict=True)], axis=1)
+        shares = rng.dirichlet(np.full(clients, beta), size=len(pool))
+        counts = [round_shares(row, count) for row, count in zip(shares, pool, strict=True)]
+        examples = np.stack(counts, axis=1)
         if examples.sum(1).min() >= fewest:
             return examples
+    lacking = f"in {DRAWS} draws some of the {clients} clients always had fewer than {fewest} examples"
     raise PfedlaError(
-        f"partition 'dirichlet' with beta = {recipe.beta}: in {DRAWS} draws some of the {recipe.clients} clients always had "
-        f"fewer than {fewest} examples; use a larger beta, fewer clients or more samples per client"
+        f"beta = {beta}: {lacking}; use a larger beta, fewer clients or more samples per client"
     )
 
 
 DEALT = {"iid": _deal_iid, "shards": _deal_shards, "dirichlet": _deal_dirichlet}
+
+
+# Shares to whole numbers, without favouring a client or a class
+
+
+def round_shares(shares: Array, total: int) -> Array:
+    """Round total * shares to whole numbers with the exact sum (largest remainders, ties to the first)."""
+    exact = total * shares / shares.sum()
+    counts: Array = np.floor(exact + 1e-9).astype(np.int64)
+    order = np.argsort(-(exact - counts), kind="stable")
+    counts[order[: total - counts.sum()]] += 1
+    return counts
+
+
+def round_table(exact: Array, totals: Array | None = None) -> Array:
+    """Round a table so that its rows sum to `totals` and its columns stay within one of their sums.
+
+    Without `totals` the rows of `exact` sum to whole numbers and keep them; with it, the columns come as near
+    as that allows. Rounding row by row would favour the same columns in every row: of a hundred classes, some
+    would never be tested.
+    """
+    sums = exact.sum(1)
+    totals = np.round(sums).astype(np.int64) if totals is None else totals
+    counts: Array = np.floor(exact + EPSILON).astype(np.int64)
+    movable = exact - counts > EPSILON  # may be rounded up
+    up = np.zeros_like(movable)
+    owed = np.zeros(exact.shape[1])  # what the columns did not get so far
+    for row, free in enumerate(movable):
+        owed += exact[row] * (totals[row] / sums[row] if sums[row] else 1) - counts[row]
+        chosen = np.argsort(np.where(free, -owed, np.inf), kind="stable")[: totals[row] - counts[row].sum()]
+        up[row, chosen] = True
+        owed[chosen] -= 1
+    while (path := _find_transfer(up, movable, -owed)) is not None:
+        for column, following in pairwise(path):
+            row = np.flatnonzero(up[:, column] & movable[:, following] & ~up[:, following])[0]
+            up[row, column], up[row, following] = False, True
+        owed[path[0]] += 1
+        owed[path[-1]] -= 1
+    return counts + up
+
+
+def _find_transfer(up: Array, movable: Array, excess: Array) -> list[int] | None:
+    """Find columns along which one unit can move from a column with too much to one with too little.
+
+    None when every column is within one of its exact sum. Until then such a path exists if the rows' sums are
+    exact (it is a flow problem); if they were rounded, there may be none.
+    """
+    most, least = int(excess.argmax()), int(excess.argmin())
+    if excess[most] < 1 - EPSILON and excess[least] > EPSILON - 1:
+        return None
+    passes = up.T @ (movable & ~up)  # [from, to]: some row can move a unit
+    if (path := _find_path(most, passes, excess[most] - excess)) is not None:
+        return path
+    path = _find_path(least, passes.T, excess - excess[least])
+    return None if path is None else path[::-1]
+
+
+def _find_path(start: int, passes: Array, gap: Array) -> list[int] | None:
+    """Find the shortest path from a column to one whose excess differs by more than a unit."""
+    came_from = {start: start}
+    queue = [start]
+    for column in queue:
+        if gap[column] > 1 + EPSILON:
+            path = [column]
+            while path[-1] != start:
+                path.append(came_from[path[-1]])
+            return path[::-1]
+        for neighbour in np.flatnonzero(passes[column]).tolist():
+            if neighbour not in came_from:
+                came_from[neighbour] = column
+                queue.append(neighbour)
+    return None

@@ -1,6 +1,5 @@
-"""Where the files of a data set come from: official hosts, published checksums, safe unpacking, the data directory."""
+"""Where the files of a data set come from: official hosts, published checksums, safe unpacking."""
 
-import gzip
 import os
 import shutil
 import tarfile
@@ -18,141 +17,133 @@ from pfedla.core.files import sha256
 LARGEST_MEMBER = 2**30  # bytes
 
 
-@dataclass(frozen=True)
-class Download:
-    """One file of a host: a data file itself, or an archive of several."""
-
-    name: str
-    checksum: str  # "md5:…", as published
-    urls: tuple[str, ...]  # tried in this order; the checksum makes a mirror as good as the host
-    members: tuple[str, ...] = ()  # what is taken out of an archive; empty: it is a data file
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
+    """The files of a data set, where they are and how to get them."""
+
     folder: str  # below the data directory
-    files: tuple[str, ...]  # what the loader reads; a .gz may also lie there unpacked
-    downloads: tuple[Download, ...]
+    files: tuple[str, ...]  # what the loader reads; a .gz may also be there unpacked
+    md5: Mapping[str, str]  # of the downloads, as published: the files themselves, or an archive
+    hosts: tuple[str, ...]  # tried in this order
     megabytes: int  # to download
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of unpacked files, where published
-    elsewhere: Path | None = None  # where a distribution's package puts them
+    members: tuple[str, ...] = ()  # the files to take out of the archive; empty: the downloads are the files
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the members, where published
+    elsewhere: Path | None = None  # where a distribution's package puts the files
 
     @property
     def home(self) -> Path:
         return data_directory() / self.folder
 
     def place(self) -> Path | None:
-        """The first folder that holds all files; None if there is none."""
+        """Return the first folder that holds all files, or None."""
         places = [self.home, *([self.elsewhere] if self.elsewhere else [])]
         return next((place for place in places if not self.missing(place)), None)
 
     def missing(self, place: Path) -> list[str]:
-        return [name for name in self.files if located(place, name) is None]
+        return [name for name in self.files if find_file(place, name) is None]
+
+    def require(self, name: str) -> list[Path]:
+        """Return the paths of all files, or say which are lacking and how to get them."""
+        if (place := self.place()) is not None:
+            return [path for file in self.files if (path := find_file(place, file))]
+        lacking = f"{self.home} lacks {', '.join(self.missing(self.home))}"
+        raise PfedlaError(f"{lacking}; `pfedla data fetch {name}` downloads {self.megabytes} MB")
 
 
 def data_directory() -> Path:
-    """PFEDLA_DATA_DIR, or the user's cache."""
+    """Return PFEDLA_DATA_DIR, or the user's cache."""
     import platformdirs
 
     return Path(os.environ.get("PFEDLA_DATA_DIR") or platformdirs.user_cache_dir("pfedla"))
 
 
-def located(folder: Path, name: str) -> Path | None:
-    """The file, packed or not; an empty one is as good as none."""
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return where a file is, packed or unpacked; an empty one does not count."""
     candidates = (folder / name, folder / name.removesuffix(".gz"))
     return next((path for path in candidates if path.is_file() and path.stat().st_size), None)
 
 
-def absent(name: str, source: Source) -> PfedlaError:
-    """The data set is not here: which files are lacking, and how to get them."""
-    lacking = source.missing(source.home)
-    some = f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not in {source.home}"
-    return PfedlaError(f"{name} is not here: {some}; `pfedla data fetch {name}` downloads it ({source.megabytes} MB)")
-
-
 def download(name: str, source: Source) -> None:
-    """Get the files into the data directory; what is downloaded is checked before it is unpacked, and what is unpacked too."""
-    for item in source.downloads:
-        if not item.members:
-            _retrieve(name, source, item, source.home)
+    """Download the files into the data directory; archives are checked before they are unpacked."""
+    for file in source.md5:
+        if not source.members:
+            _retrieve(name, source, file, source.home)
             continue
-        kept = data_directory() / item.name
-        was_there = kept.exists()
-        archive = _retrieve(name, source, item, data_directory())
-        unpack(archive, source.home, item.members, source.digests)
+        was_there = (data_directory() / file).exists()
+        archive = _retrieve(name, source, file, data_directory())
+        unpack(archive, source.home, source.members, source.digests)
         if not was_there:
             archive.unlink()
 
 
-def _retrieve(name: str, source: Source, item: Download, folder: Path) -> Path:
+def _retrieve(name: str, source: Source, file: str, folder: Path) -> Path:
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
     folder.mkdir(parents=True, exist_ok=True)
-    reasons = []
-    if (here := folder / item.name).is_file():
-        algorithm, _, expected = item.checksum.partition(":")
-        if (found := pooch.file_hash(str(here), alg=algorithm)) != expected:
-            reasons.append(f"{here} is here, but its {algorithm.upper()} is {found}, not {expected}: damaged or incomplete")
-    for url in item.urls:
+    here, md5, reasons = folder / file, source.md5[file], []
+    if here.is_file() and (found := pooch.file_hash(str(here), alg="md5")) != md5:
+        reasons.append(f"{here} is damaged or incomplete: its MD5 is {found}, not {md5}")
+    for url in (host + file for host in source.hosts):
         try:
-            return Path(pooch.retrieve(url, known_hash=item.checksum, fname=item.name, path=folder, progressbar=True))
+            return Path(pooch.retrieve(url, f"md5:{md5}", fname=file, path=folder, progressbar=True))
         except Exception as error:  # pooch passes on whatever the network raised
             wrong = isinstance(error, ValueError) and "hash" in str(error)
             reasons.append(f"{url}: {'not the published checksum' if wrong else type(error).__name__}")
-    names = item.name if item.members else ", ".join(source.missing(source.home) or source.files)
-    by_hand = f"get {names} on another machine and put it into {folder}, then run this again"
-    if item.members:
-        by_hand += f"; or put {', '.join(source.files)} into {source.home}"
-    raise PfedlaError(f"{name} could not be downloaded ({'; '.join(reasons)}): {by_hand}")
+    instead = f"; or put {', '.join(source.files)} into {source.home}" if source.members else ""
+    raise PfedlaError(
+        f"{name} could not be downloaded ({'; '.join(reasons)}): get {file} on another machine, put it into "
+        f"{folder} and run this again{instead}"
+    )
 
 
 def unpack(archive: Path, target: Path, members: tuple[str, ...], digests: Mapping[str, str]) -> None:
-    """Take the named files out of an archive into a flat folder. All of them or none: they are moved when all are good."""
+    """Take the named files out of an archive into a flat folder: all of them or none."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".unpacking-") as scratch:
-        found = []
+        found = {}
         try:
             for path, size, content in _members(archive):
                 if path.name not in members:
                     continue
                 if size > LARGEST_MEMBER:
-                    raise PfedlaError(f"{archive}: {path} would be {size} bytes; the archive is not used")
-                with content as source, (Path(scratch) / path.name).open("wb") as file:
+                    raise PfedlaError(f"{archive} is not used: {path} would be {size} bytes")
+                found[path.name] = Path(scratch) / path.name
+                with content as source, found[path.name].open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
-                found.append(path.name)
-        except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError) as error:
-            raise PfedlaError(f"{archive}: damaged or incomplete ({error}); delete it and fetch it anew") from error
-        if lacking := [name for name in members if name not in found]:
-            raise PfedlaError(f"{archive}: has no {', '.join(lacking)}; the archive is not used")
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
+            raise PfedlaError(
+                f"{archive}: damaged or incomplete ({error}); delete it, fetch it again"
+            ) from error
         for name in members:
-            if name in digests and sha256(Path(scratch) / name) != digests[name]:
-                raise PfedlaError(f"{archive}: the checksum of {name} in it is not the published one; the archive is not used")
+            if name not in found:
+                raise PfedlaError(f"{archive} is not used: it has no {name}")
+            if name in digests and sha256(found[name]) != digests[name]:
+                raise PfedlaError(f"{archive} is not used: the checksum of {name} is not the published one")
         for name in members:
-            (Path(scratch) / name).replace(target / name)
+            found[name].replace(target / name)
 
 
 def _members(archive: Path) -> Iterator[tuple[PurePosixPath, int, IO[bytes]]]:
-    """The files of a tar or zip archive; one that points out of its folder condemns the whole archive."""
+    """Yield the files of a tar or zip archive; refuse an archive if any member leaves its folder."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as zipped:
             for info in zipped.infolist():
-                path = _inside(archive, info.filename)
+                path = _check_inside(archive, info.filename)
                 if not info.is_dir():
                     yield path, info.file_size, zipped.open(info)
-    else:
-        with tarfile.open(archive) as tarred:
-            for member in tarred:
-                path = _inside(archive, member.name)
-                if member.isdir():
-                    continue
-                if not member.isreg():
-                    raise PfedlaError(f"{archive}: {path} is a link or a device; the archive is not used")
+        return
+    with tarfile.open(archive) as tarred:
+        for member in tarred:
+            path = _check_inside(archive, member.name)
+            if member.isreg():
                 yield path, member.size, cast(IO[bytes], tarred.extractfile(member))
+            elif not member.isdir():
+                raise PfedlaError(f"{archive} is not used: {path} is a link or a device")
 
 
-def _inside(archive: Path, name: str) -> PurePosixPath:
+def _check_inside(archive: Path, name: str) -> PurePosixPath:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or ":" in name:
-        raise PfedlaError(f"{archive}: {name!r} points out of its folder; the archive is not used")
+        raise PfedlaError(f"{archive} is not used: {name!r} points out of its folder")
     return path

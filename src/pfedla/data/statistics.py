@@ -1,35 +1,35 @@
-"""How unlike the clients of a federation are, in numbers."""
+"""How heterogeneous a federation is, in numbers."""
 
 from typing import Any
 
 import numpy as np
 
-from pfedla.data.own import Array
+from pfedla.data.dataset import Array
 
 
 def label_shares(counts: Array) -> Array:
-    """[clients, classes]: every client's distribution of labels, from counts [clients, 2 (train, test), classes]."""
+    """Return label distributions [clients, classes] from counts [clients, 2 (train, test), classes]."""
     totals = counts.sum(1)
     shares: Array = totals / totals.sum(1, keepdims=True)
     return shares
 
 
 def label_entropy(shares: Array) -> Array:
-    """[clients], in bits: 0 for a single class, log2(classes) where all are alike."""
+    """Return [clients], in bits: 0 for a single class, log2(classes) for equal shares."""
     logarithms = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     entropy: Array = -(shares * logarithms).sum(1) + 0.0  # no minus zero
     return entropy
 
 
 def mean_pairwise_distance(shares: Array) -> float:
-    """Mean total variation distance between the label distributions of two clients: 0 alike, 1 no class in common."""
+    """Return the mean total variation distance between two clients: 0 same labels, 1 no class in common."""
     clients = len(shares)
     total = sum(float(np.abs(shares[i + 1 :] - shares[i]).sum()) / 2 for i in range(clients))
     return total / (clients * (clients - 1) / 2) if clients > 1 else 0.0
 
 
 def split_statistics(counts: Array) -> dict[str, Any]:
-    """What result readers want to know of a split; counts [clients, 2 (train, test), classes]."""
+    """Return the statistics that results show of a split; counts [clients, 2 (train, test), classes]."""
     shares = label_shares(counts)
     return {
         "training_examples": _spread(counts[:, 0].sum(1)),

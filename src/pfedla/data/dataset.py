@@ -1,0 +1,136 @@
+"""What every data set is: plain arrays, checked."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pfedla.core.errors import PfedlaError, unknown
+
+Array = npt.NDArray[Any]
+MOST_NUMBERS = 2**31
+MOST_DIFFERENT = {"y": 10_000, "client": 100_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Pooled examples [n, channels, height, width] or [n, features], and their labels 0..classes-1.
+
+    Images are uint8 or float32; vectors are float32, or int32 or int64 (token ids).
+    """
+
+    name: str
+    x: Array
+    y: Array
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = ()  # per channel, in the units of x; empty: x is used as it is
+    std: tuple[float, ...] = ()
+    client: Array | None = None  # the owner of each example, if the data come partitioned: 0..clients-1
+    client_names: tuple[str, ...] = ()
+    test: Array | None = None  # True where the example belongs to a ready test split
+    subset: str = ""  # the user's .npz that is read in place of the official files of this name, if one is
+
+    def keep_classes(self, num_classes: int) -> "Dataset":
+        """Return the examples of the first classes only."""
+        if num_classes > len(self.classes):
+            raise PfedlaError(
+                f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes"
+            )
+        if num_classes == len(self.classes):
+            return self
+        rows = self.y < num_classes
+        arrays = {"x": self.x, "y": self.y, "client": self.client, "test": self.test}
+        kept = {key: None if array is None else array[rows] for key, array in arrays.items()}
+        return replace(self, classes=self.classes[:num_classes], **kept)  # type: ignore[arg-type]
+
+    def match(
+        self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str
+    ) -> "Dataset":
+        """Number the labels as in `classes`; refuse examples that `whose` model does not take."""
+        if self.x.shape[1:] != shape:
+            raise PfedlaError(f"{self.name}: examples of shape {self.x.shape[1:]}, {whose} takes {shape}")
+        if (self.x.dtype == np.uint8) != pixels:
+            kind = "uint8 images" if pixels else "floats in their own scale"
+            raise PfedlaError(f"{self.name}: x is {self.x.dtype}, but {whose} takes {kind}")
+        for name in self.classes:
+            if name not in classes:
+                raise unknown("class", name, classes)
+        number = np.array([classes.index(name) for name in self.classes])
+        return replace(self, y=number[self.y], classes=classes)
+
+
+def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = None) -> Dataset:
+    """Check and arrange a user's arrays.
+
+    uint8 images keep their type and get the mean and standard deviation of the training part of a ready
+    split, else of all examples. Vectors of int32 or int64 (token ids) keep theirs. Other numbers become float32.
+    """
+    x = _arrange(name, np.asarray(x))
+    for what, array in (("y", y), ("client", client), ("test", test)):
+        if array is not None and np.shape(array) != (len(x),):
+            raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
+    ready = None if test is None else np.asarray(test)
+    if ready is not None and ready.dtype != bool:
+        raise PfedlaError(f"{name}: test must be a boolean mask, it is {ready.dtype}")
+    classes, labels = _number(name, "y", y)
+    dataset = Dataset(name=name, x=x, y=labels, classes=classes, test=ready)
+    if client is not None:
+        client_names, owner = _number(name, "client", client)
+        dataset = replace(dataset, client=owner, client_names=client_names)
+    if x.dtype == np.uint8 and x.ndim == 4:
+        mean, std = pixel_statistics(x if ready is None or ready.all() else x[~ready])
+        return replace(dataset, mean=mean, std=std)
+    if x.ndim == 2 and x.dtype.kind == "i" and x.dtype.itemsize >= 4:
+        return replace(dataset, x=x.astype(f"i{x.dtype.itemsize}"))  # in this machine's byte order
+    with np.errstate(over="ignore"):  # the overflow is reported below
+        x = x.astype(np.float32)
+    finite = np.isfinite(x).reshape(len(x), -1).all(1)
+    if not finite.all():
+        raise PfedlaError(f"{name}: x[{finite.argmin()}] is not finite, or too large for float32")
+    return replace(dataset, x=x)
+
+
+def _arrange(name: str, x: Array) -> Array:
+    """Return the examples as [n, features] or [n, channels, height, width]."""
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
+        shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
+        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give {shapes}")
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
+        x = x.transpose(0, 3, 1, 2)  # channels last
+    return np.ascontiguousarray(x)
+
+
+def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel of uint8 images, from counts of the 256 values."""
+    values = np.arange(256, dtype=np.float64)
+    mean, std = [], []
+    for channel in range(x.shape[1]):
+        # In pieces: counting takes eight bytes a pixel, and the largest sets have half a billion pixels.
+        pieces = (x[start : start + 4096, channel] for start in range(0, len(x), 4096))
+        counts = sum(np.bincount(piece.reshape(-1), minlength=256) for piece in pieces)
+        shares = counts / np.sum(counts)
+        center = float(shares @ values)
+        mean.append(center)
+        std.append(float(np.sqrt(shares @ (values - center) ** 2)) or 1.0)  # a constant image is left alone
+    return tuple(mean), tuple(std)
+
+
+def _number(name: str, what: str, values: Any) -> tuple[tuple[str, ...], Array]:
+    """Return the distinct values as names, and for each example the number of its own."""
+    values = np.asarray(values)
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "replace")
+    if values.dtype.kind not in "iubU":
+        raise PfedlaError(f"{name}: {what} must hold whole numbers or names, it is {values.dtype}")
+    found, numbers = np.unique(values, return_inverse=True)
+    if len(found) > (most := MOST_DIFFERENT[what]):
+        raise PfedlaError(f"{name}: {what} has {len(found)} different values, at most {most} are possible")
+    try:
+        names = tuple(map(str, found))
+        "".join(names).encode()
+    except (SystemError, ValueError):  # code points beyond Unicode, or half of a surrogate pair
+        raise PfedlaError(f"{name}: {what} holds names that are not valid Unicode") from None
+    return names, numbers.astype(np.int64)
