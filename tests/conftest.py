@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
@@ -17,6 +18,7 @@ from pfedla.core.faults import Faults
 from pfedla.core.rounds import Round, Traffic, run_rounds
 from pfedla.core.settings import EngineSettings, Recalibrate, Training
 from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.training import batch_bounds
 from pfedla.core.uploads import NO_ANSWER, Accepted, accept
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
@@ -26,6 +28,7 @@ from pfedla.engines.client import NO_FAULTS, SimulatedClients
 settings.register_profile("pfedla", deadline=None)  # a busy machine is no failure
 settings.load_profile("pfedla")
 
+NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
 HELD_OUT: dict[str, Any] = {"warm_up": 0}  # the default warms up for longer than most tests last
@@ -73,6 +76,35 @@ class Parabola(ClassificationTask):
     @staticmethod
     def download(value: float) -> Payload:
         return Payload({"weight": torch.tensor([[value]], dtype=torch.float64)}, torch.tensor([True]))
+
+
+def one_client(size: int = 13, epochs: int = 2, dtype: torch.dtype = torch.float64, **more: Any) -> LocalData:
+    """A client of the toy federation, in double precision, to compare a method with its slow twin."""
+    x, y = toy_federation((size,)).train[0]
+    draws = torch.Generator().manual_seed(2)
+    order = torch.stack([torch.randperm(size, generator=draws) for _ in range(epochs)])
+    return LocalData(x.to(dtype), y, order, **more)
+
+
+def add_noise(tensors: Params, seed: int) -> Params:
+    draws = torch.Generator().manual_seed(seed)
+    return {n: v + 0.3 * torch.randn(v.shape, generator=draws, dtype=v.dtype) for n, v in tensors.items()}
+
+
+def plain_loss(module: nn.Module, model: Params, data: LocalData, rows: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(functional_call(module, model, (data.x[rows],)), data.y[rows])
+
+
+def plain_sgd(module: nn.Module, model: Params, data: LocalData, epochs: int = 2, **pulled: Any) -> Params:
+    """The slow twin of `sgd`: autograd, batches of 5, lr 0.1; with towards and pull also a quadratic penalty."""
+    towards, pull = pulled.get("towards", model), pulled.get("pull", 0.0)
+    for rows in (data.order[e][slice(*ends)] for e in range(epochs) for ends in batch_bounds(len(data.y), 5)):
+        leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
+        distance = sum(((value - towards[name]) ** 2).sum() for name, value in leaves.items())
+        objective = plain_loss(module, leaves, data, rows) + pull / 2 * distance
+        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        model = {n: v - 0.1 * g for (n, v), g in zip(model.items(), gradients, strict=True)}
+    return model
 
 
 def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
@@ -204,6 +236,7 @@ def pfedla(
     """The command line in this process, in an empty folder: (exit code, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PFEDLA_DEBUG", "")  # --debug sets it
 
     from pfedla.cli import main
 

@@ -69,7 +69,8 @@ Json = Annotated[
 def with_settings(*, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per setting that has one; the command gets those that were given as `given`."""
     places = {name: place for name, place in list_settings().items() if place.option and name not in without}
-    places = {name: places[name] for name in only or places}
+    order = sorted(only or places, key=lambda name: list(PANELS).index(places[name].section))
+    places = {name: places[name] for name in order}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def wrapper(**arguments: Any) -> None:
