@@ -2,134 +2,144 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pfedla.cli.options import (
-    Augment,
-    BatchSize,
-    Clients,
-    Dataset,
-    File,
-    Json,
-    LocalEpochs,
-    Lr,
-    Model,
-    Participation,
-    Partition,
-    Quiet,
-    Rounds,
-    Samples,
-    Setting,
-    out_console,
-)
+from pfedla.cli.options import File, Json, Quiet, Setting, out_console, with_settings
 from pfedla.core.errors import PfedlaError
 
 deploy_app = typer.Typer(
-    help="A real federation on Flower: sites keep their data, a server mixes their models.", no_args_is_help=True
+    help="A real federation on Flower: sites keep their data, a server mixes their models.",
+    no_args_is_help=True,
 )
 Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR")]
+SIMULATION_ONLY = ("engine", "threads", "device", "compile", "checkpoint_every")
+
+
+def deployment_option(help: str, **bounds: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel="Deployment", **bounds)
 
 
 @deploy_app.command()
+@with_settings(without=SIMULATION_ONLY)
 def init(
     folder: Folder,
     file: File = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", "-a", help="See `pfedla algorithms` (pfedla).")] = None,
-    dataset: Dataset = None, partition: Partition = None, clients: Clients = None, samples: Samples = None,
-    participation: Participation = None, rounds: Rounds = None, local_epochs: LocalEpochs = None, lr: Lr = None,
-    batch_size: BatchSize = None, augment: Augment = None, model: Model = None,
-    seed: Annotated[int | None, typer.Option(help="Every draw comes from it (default: 0).")] = None,
+    given: dict[str, Any] = {},  # noqa: B006 (never written into)
     setting: Setting = None,
     shape: Annotated[
-        str | None, typer.Option(help="Sites bring their own data, examples of this shape: 30 features, or 1,28,28.")
+        str | None, deployment_option("Sites bring their own data of this shape: 30 features, or 1,28,28.")
     ] = None,
-    classes: Annotated[str | None, typer.Option(help="With --shape: how many classes (10), or their names (cat,dog).")] = None,
-    pixels: Annotated[bool, typer.Option("--pixels", help="With --shape: uint8 images (default: floats).")] = False,
+    classes: Annotated[
+        str | None, deployment_option("With --shape: the number of classes (10), or their names (cat,dog).")
+    ] = None,
+    pixels: Annotated[bool, deployment_option("With --shape: uint8 images (default: floats).")] = False,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address of the server as sites reach it; repeatable (default: 127.0.0.1)."),
+        deployment_option("Name or address of the server for the sites; repeatable (default: 127.0.0.1)."),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 9092,
-    min_clients: Annotated[int, typer.Option(min=1, help="With fewer clients at hand a round waits, then the run stops.")] = 1,
-    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait: for all at the start, then for --min-clients.")] = 300,
-    round_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a round goes on without who is silent.")] = 3600,
+    port: Annotated[int, deployment_option("Port of the server.", min=1, max=65535)] = 9092,
+    min_clients: Annotated[
+        int,
+        deployment_option(
+            "Clients that must be online: with fewer a round waits, then the run stops.", min=1
+        ),
+    ] = 1,
+    wait: Annotated[
+        float,
+        deployment_option(
+            "Seconds to wait for clients: at the start for all, later for --min-clients.", min=1
+        ),
+    ] = 300,
+    round_timeout: Annotated[
+        float, deployment_option("Seconds to wait for clients before a round continues without them.", min=1)
+    ] = 3600,
     quiet: Quiet = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a deployment: a Flower app of an experiment, certificates, a key for every client, and the commands.
 
-    With a data set, every site takes its client's part of it (for experiments). With --shape and --classes the sites bring
-    their own data, which the server never sees.
+    With a data set, every site takes its client's part of it (for experiments). With --shape and --classes the sites
+    bring their own data, which never leave them.
 
     Examples: pfedla deploy init fed -a heurpfedla -d digits --clients 3 --rounds 10
 
     pfedla deploy init fed --shape 1,28,28 --classes 10 --pixels --clients 3 --host fl.example.org
     """
-    given = locals()
     _check_flower()
-    from pfedla.flower.layout import OwnData, planned, write_deployment
+    from pfedla.flower.layout import OwnData, plan_deployment, write_deployment
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.overrides import gather
 
-    if (shape is None) != (classes is None) or (shape is not None and dataset is not None):
-        raise PfedlaError("give --shape and --classes for sites that bring their own data, or --dataset for a part of it each")
-    if shape is not None and (partition is not None or samples is not None):
-        raise PfedlaError("--partition and --samples cut a data set into clients; with --shape every site brings its own data")
-    own = OwnData.of(shape, classes, pixels) if shape is not None and classes is not None else None
-    experiment = Experiment.parse(gather(given))
+    if (shape is None) != (classes is None):
+        raise PfedlaError("--shape and --classes belong together")
+    public = [f"--{key}" for key in ("dataset", "partition", "samples") if given.get(key) is not None]
+    if shape is not None and public:
+        raise PfedlaError(
+            f"{public[0]} is for a public data set; with --shape the sites bring their own data"
+        )
+    own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
+    experiment = Experiment.parse(gather(file, given, setting or []))
     folder = folder.resolve()
-    plan = planned(experiment, own, folder, min_clients=min_clients, wait=wait, round_timeout=round_timeout)
-    commands = write_deployment(folder, plan, host or ["127.0.0.1"], port)
+    options = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
+    deployment = plan_deployment(experiment, own, folder, **options)
+    commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         out_console.print(commands, soft_wrap=True)
-        out_console.print(f"written to {folder}; these commands: {folder / 'README.md'}", soft_wrap=True)
+        out_console.print(
+            f"written to {folder}; these commands are in {folder / 'README.md'}", soft_wrap=True
+        )
 
 
 @deploy_app.command()
 def local(
     folder: Folder,
-    rounds: Rounds = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on in the last run of this deployment.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of training (default: the deployment's).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the last run of this deployment.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Run a deployment on this machine: a SuperLink and all SuperNodes as real processes on loopback, with TLS and keys.
+    """Run a deployment on this machine: a SuperLink and all SuperNodes as processes on loopback, with TLS and keys.
 
-    Leaves the run folder DIR/run (then DIR/run-2, …) as `pfedla run` does, with the sites' personal models gathered in it. A
+    Leaves the run folder DIR/run (then DIR/run-2, …) as `pfedla run` does, with the sites' personal models in it. A
     site's own data are expected in DIR/sites/client-<i>/data.npz.
     """
     _check_flower()
-    from pfedla.flower.layout import read_plan
+    from pfedla.flower.layout import read_deployment
     from pfedla.flower.local import run_locally
+    from pfedla.report.reading import read_result
+    from pfedla.report.tables import failures_lines, result_table, traffic_line
     from pfedla.runs.experiment import SITES
+    from pfedla.runs.folder import last_numbered, next_numbered
     from pfedla.runs.interruption import Interruption
-    from pfedla.runs.progress import Reporter
-    from pfedla.runs.result import last_numbered, numbered
-    from pfedla.runs.result_file import read_result
+    from pfedla.runs.progress import Display
 
     folder = folder.resolve()
-    plan = read_plan(folder)
-    if plan.experiment.data.dataset == SITES:
-        sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(len(plan.deployment.names))]
-        if missing := [str(path) for path in sites if not path.exists()]:
-            raise PfedlaError(
-                f"the sites bring their own data: put it at {missing[0]} ({len(missing)} of {len(sites)} missing)"
-            )
-    run_folder = (last_numbered if resume else numbered)(folder / "run")
-    rounds = rounds or plan.experiment.rounds
+    deployment = read_deployment(folder)
+    sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(deployment.num_clients)]
+    missing = [path for path in sites if not path.exists()]
+    if deployment.experiment.data.dataset == SITES and missing:
+        count = f"{len(missing)} of {len(sites)} missing"
+        raise PfedlaError(f"the sites bring their own data: put it at {missing[0]} ({count})")
+    run_folder = (last_numbered if resume else next_numbered)(folder / "run")
+    rounds, quietly = rounds or deployment.experiment.rounds, quiet or as_json
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
-    with Interruption(quiet or as_json) as interruption, Reporter(rounds, quiet or as_json, run_folder) as reporter:
-        run_locally(folder, len(plan.deployment.names), run_folder, reporter, interruption, **config)
+    hint = f"resume with pfedla deploy local {folder} --resume"
+    with (
+        Interruption(quietly) as interruption,
+        Display(rounds, quiet=quietly, hint=hint) as display,
+    ):
+        display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
+        run_locally(folder, deployment.num_clients, run_folder, display, interruption, **config)
     result = read_result(run_folder / "result.json")
     if as_json:
         print(json.dumps({"run": str(run_folder), **result}))
     elif not quiet:
-        from pfedla.report.tables import failures_lines, result_table, traffic_line
-
         out_console.print(result_table(result))
-        out_console.print(f"{traffic_line(result['traffic'])}; results and pictures in {run_folder}", soft_wrap=True)
-        for line in failures_lines(result):
+        summary = f"{traffic_line(result['traffic'])}; results and pictures in {run_folder}"
+        for line in [summary, *failures_lines(result)]:
             out_console.print(line, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The site's side of a Flower app. Flower starts a process for every message, so all that lasts is in the site's folder."""
+"""The site's side of the Flower app. Flower starts a process per message; what lasts is in the site's folder."""
 
 import sys
 
@@ -7,44 +7,29 @@ from flwr.clientapp import ClientApp
 
 from pfedla.core.errors import PfedlaError
 from pfedla.flower.codec import CONFIG
-from pfedla.flower.plan import Plan
-from pfedla.flower.site import Site, cohort_of
-
-app = ClientApp()
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    return reply(message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    return reply(message, context)
-
-
-@app.query()
-def query(message: Message, context: Context) -> Message:
-    return reply(message, context)
+from pfedla.flower.deployment import Deployment
+from pfedla.flower.site import Site, read_cohort
 
 
 def reply(message: Message, context: Context) -> Message:
-    """The answer to any message; what cannot be is said here and there, in the same sentence."""
+    """Return the answer to any message. The site's log and the server get the same reason for a refusal."""
     try:
-        content = answered(message.content, context)
+        content = answer(message.content, context)
     except PfedlaError as error:
         print(f"pfedla: {error}", file=sys.stderr, flush=True)
         content = RecordDict({CONFIG: ConfigRecord({"refusal": str(error)})})
     return Message(content, reply_to=message)
 
 
-def answered(content: RecordDict, context: Context) -> RecordDict:
+def answer(content: RecordDict, context: Context) -> RecordDict:
     config = content.config_records[CONFIG]
-    action = str(config["action"])
-    site = Site(Plan.of_run_config(context.run_config), config, context.node_config)
-    if action == "join":
+    site = Site(Deployment.from_run_config(context.run_config), config, context.node_config)
+    if config["action"] == "join":
         return site.join()
-    cohort, base = cohort_of(config), int(str(config["base"]))
-    if action == "train":
-        return site.train(content, cohort, base)
-    return site.evaluate(content, cohort, base)
+    cohort, base = read_cohort(config), int(str(config["base"]))
+    return (site.train if config["action"] == "train" else site.evaluate)(content, cohort, base)
+
+
+app = ClientApp()
+for _register in (app.train, app.evaluate, app.query):
+    _register()(reply)

@@ -4,19 +4,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.errors import PfedlaError
 from pfedla.data.federation import Outline
-from pfedla.data.own import Array
-from pfedla.flower.plan import Deployment
 
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Size = Annotated[int, Field(ge=1, lt=2**40)]
 
 
-class Joined(BaseModel):
-    """What a client tells when it joins. Class counts and digest only if its data are a part of a common data set."""
+class SiteInfo(BaseModel):
+    """What a site tells when it joins; class counts and digest only if its data are of a public data set."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
     train: Size
@@ -25,45 +23,38 @@ class Joined(BaseModel):
     train_counts: list[Count] | None = None
     test_counts: list[Count] | None = None
 
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        for size, counts in ((self.train, self.train_counts), (self.test, self.test_counts)):
-            if counts is not None and sum(counts) != size:
-                raise ValueError("its examples and those of its classes are not as many")
-        return self
-
     @classmethod
-    def of(cls, told: Mapping[str, Any], num_classes: int) -> Self:
+    def read(cls, told: Mapping[str, Any], num_classes: int) -> Self:
+        """Check what came from a site; it is untrusted."""
         try:
-            joined = cls.model_validate(dict(told))
+            info = cls.model_validate(dict(told))
         except ValidationError as error:
             problem = error.errors()[0]
-            where = "".join(f"{part}: " for part in problem["loc"])
-            raise PfedlaError(f"what it tells cannot be right: {where}{problem['msg']}, {shown(problem['input'])}") from None
-        if any(counts is not None and len(counts) != num_classes for counts in (joined.train_counts, joined.test_counts)):
-            raise PfedlaError(f"what it tells cannot be right: it does not have {num_classes} classes")
-        return joined
+            raise PfedlaError(f"its answer is invalid: {problem['loc'][0]}: {problem['msg']}") from None
+        for size, counts in ((info.train, info.train_counts), (info.test, info.test_counts)):
+            if counts is not None and (len(counts) != num_classes or sum(counts) != size):
+                raise PfedlaError("its answer is invalid: the class counts do not fit the number of examples")
+        return info
 
 
 class RemoteFederation(Outline):
-    """The numbers of examples are zero until a client joins."""
+    """A federation whose numbers of examples are zero until a client joins."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        known = deployment.outline()
-        super().__init__(known.shape, known.classes, known.num_examples, known.mean, known.std, known.names)
-        self.joined: dict[int, Joined] = {}
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known)
+        self.joined: dict[int, SiteInfo] = {}
 
-    def admit(self, client: int, joined: Joined) -> None:
-        self.joined[client] = joined
-        self.num_examples[client] = joined.train
+    def admit(self, client: int, info: SiteInfo) -> None:
+        self.joined[client] = info
+        self.num_examples[client] = info.train
 
-    def class_counts(self) -> Array | None:
-        counts = [(one.train_counts, one.test_counts) for one in self._all()]
+    def class_counts(self) -> np.ndarray[Any, Any] | None:
+        counts = [(info.train_counts, info.test_counts) for info in self._everybody()]
         return np.array(counts) if counts and all(None not in pair for pair in counts) else None
 
     def fingerprint(self) -> str:
-        digests = [one.digest for one in self._all()]
+        digests = [info.digest for info in self._everybody()]
         return self.fingerprint_of(digests) if digests and all(digests) else ""
 
-    def _all(self) -> list[Joined]:
+    def _everybody(self) -> list[SiteInfo]:
         return [self.joined[client] for client in range(len(self))] if len(self.joined) == len(self) else []

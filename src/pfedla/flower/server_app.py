@@ -1,5 +1,6 @@
-"""The server's side of a Flower app: the same rounds, checkpoints and run folder as everywhere, with the clients elsewhere."""
+"""The server's side of the Flower app: the same rounds, checkpoints and run folder as in a simulation."""
 
+import json
 import secrets
 from pathlib import Path
 
@@ -8,17 +9,20 @@ from flwr.serverapp import Grid, ServerApp
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import write_text
+from pfedla.flower.deployment import Deployment
 from pfedla.flower.engine import FlowerEngine
-from pfedla.flower.plan import Plan
 from pfedla.flower.remote import RemoteFederation
+from pfedla.report.reading import read_result
 from pfedla.runs.folder import RESULT, RunFolder
-from pfedla.runs.progress import Reporter
-from pfedla.runs.result import run_built
-from pfedla.runs.result_file import read_result
+from pfedla.runs.progress import Display
+from pfedla.runs.run import Run
 
 RUN_FILE = "deployment.json"  # in the run folder: what the wire has carried
-RUN_NAME = ".run"  # what the sites call this run
-FINISHED, FAILED = "finished: ", "failed: "  # how the last line of a run begins
+RUN_NAME = ".run"  # in the run folder: what the sites call this run
+LOG, END = (
+    ".log",
+    ".end.json",
+)  # files beside the run folder: the server's lines; {"error": …} once the run has ended
 
 app = ServerApp()
 
@@ -27,45 +31,59 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["deployment.folder"]))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    rounds = context.run_config.get("rounds", 0)
-    with Reporter(rounds if isinstance(rounds, int) else 0, quiet=False, log=log_of(folder)) as reporter:
+    beside(folder, END).unlink(missing_ok=True)
+    problem: str | None = None
+    with Display(int(str(context.run_config.get("rounds", 0))), log=beside(folder, LOG)) as display:
         try:
-            serve(grid, Plan.of_run_config(context.run_config), reporter)
+            serve(grid, Deployment.from_run_config(context.run_config), display)
         except BaseException as error:
-            reporter.say(f"{FAILED}{error if isinstance(error, PfedlaError) else repr(error)}")
+            problem = str(error) if isinstance(error, PfedlaError) else repr(error)
+            display.say(f"failed: {problem}")
             raise
+        finally:
+            write_text(beside(folder, END), json.dumps({"error": problem}))
 
 
-def log_of(folder: Path) -> Path:
-    """Where the server's lines go: beside the run folder, which is not there before the clients are."""
-    return folder.with_name(f"{folder.name}.log")
+def beside(folder: Path, suffix: str) -> Path:
+    """Return a file beside the run folder, which does not exist before the clients have joined."""
+    return folder.with_name(f"{folder.name}{suffix}")
 
 
-def serve(grid: Grid, plan: Plan, reporter: Reporter) -> None:
-    """Play the plan's experiment with the clients that are behind the grid."""
-    deployment = plan.deployment
-    federation = RemoteFederation(deployment)
-    built = plan.built(federation)
-    reporter.begin(built.experiment.algorithm.name, built.experiment.seed)
-    if plan.folder.exists() and not deployment.resume:
+def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
+    """Run the deployment's experiment with the clients behind the grid."""
+    built, settings, path = deployment.build(), deployment.settings, deployment.folder
+    federation, experiment = built.federation, built.experiment
+    assert isinstance(federation, RemoteFederation)
+    display.begin(experiment.algorithm.name, experiment.seed)
+    if path.exists() and not settings.resume:
         raise PfedlaError(
-            f"{plan.folder} exists already and is never overwritten; go on in it with --run-config "
-            "'deployment.resume=true', or give another deployment.folder"
+            f"{path} exists already and is never overwritten; resume it with --run-config "
+            "'deployment.resume=true', or set another deployment.folder"
         )
-    known = plan.folder / RUN_NAME
-    run = known.read_text(encoding="utf-8") if known.exists() else secrets.token_hex(8)
-    engine = FlowerEngine(grid, built.algorithm, federation, deployment, run, built.experiment.seed, reporter.say)
-    if not _is_finished(plan):
-        engine.gather()  # before there is a folder: a run that nobody came to leaves none
-    folder = RunFolder(plan.folder, resume=deployment.resume)
-    write_text(known, run)
-    run_built(built, folder, reporter, engine)
-    wire = {way: one._asdict() for way, one in engine.wire().items()}
-    if wire["up"]["num_arrays"]:  # else nothing was left to do
-        folder.write_json(RUN_FILE, {"run": run, "wire": wire, "examples": federation.num_examples.tolist()})
-    reporter.say(f"{FINISHED}results in {folder.path}, every personal model at its site")
-
-
-def _is_finished(plan: Plan) -> bool:
-    result = plan.folder / RESULT
-    return result.exists() and int(read_result(result)["rounds"]) >= plan.experiment.rounds
+    name = (
+        (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
+    )
+    engine = FlowerEngine(
+        grid=grid,
+        algorithm=built.algorithm,
+        federation=federation,
+        settings=settings,
+        run=name,
+        say=display.say,
+    )
+    is_finished = (path / RESULT).exists() and read_result(path / RESULT)["rounds"] >= experiment.rounds
+    if not is_finished:
+        engine.gather()  # before there is a folder: a run that no client joins leaves none
+    folder = RunFolder(path, resume=settings.resume)
+    write_text(path / RUN_NAME, name)
+    with Run(built, folder, engine=engine, display=display) as run:
+        for round in run:
+            if round.evaluation is None:
+                display.say(f"round {round.round}: {len(round.cohort.ids)} uploads accepted")
+            if round.round < experiment.rounds:
+                engine.admit()  # clients that have come late
+        run.finish()
+    if not is_finished:
+        about = {"run": name, "wire": engine.wire(), "examples": federation.num_examples.tolist()}
+        folder.write_json(RUN_FILE, about)
+    display.say(f"finished: results in {path}; each site has its own personal model")

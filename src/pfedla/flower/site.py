@@ -1,12 +1,11 @@
-"""What a site does when the server asks, and what it keeps in its own folder: nothing of it leaves but answers.
+"""What a site does when the server asks, and what it keeps in its own folder. Only answers leave the site.
 
-STATE/<run>/site.json          who it is in this run, and the SHA-256 of its examples: they must not change while it goes on
-STATE/<run>/round-<r>.safetensors   what is private after round r. The server says which of them counts: an upload that it
-                               did not take advances nothing. The last three are kept, enough for any of its checkpoints.
-STATE/<run>/models/, experiment.toml, federation.json, result.json   the personal model, as a run folder has it
+STATE/<run>/site.json   the client's number and the SHA-256 of its examples, which must not change during a run
+STATE/<run>/round-<r>.safetensors   private state after round r. The server says which one counts: an upload that
+                        was not accepted advances nothing. Three are kept, enough for any of its checkpoints.
+STATE/<run>/models/, experiment.toml, federation.json, result.json   the personal model, as in a run folder
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -17,99 +16,114 @@ import numpy as np
 import platformdirs
 import torch
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
-from safetensors.torch import save_file
 
-from pfedla.core.contracts import ClientState, Cohort, Payload
+from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_object, read_tensors, write_tensors, write_text, write_whole
+from pfedla.core.files import read_object, write_text
+from pfedla.core.tasks import DirectTask
+from pfedla.core.tensor_files import read_tensors, write_tensors
+from pfedla.core.training import normalise
 from pfedla.data.federation import digest_of
-from pfedla.engines.allocator import keep_freed_memory
-from pfedla.engines.client import Client, moved
-from pfedla.engines.simulated import usable_device
-from pfedla.flower.codec import CONFIG, METRICS, decoded_download, encoded_answer
-from pfedla.flower.plan import Plan
-from pfedla.flower.site_data import own_examples, part_examples
-from pfedla.runs.experiment import SITES
+from pfedla.engines.client import Client, keep_freed_memory, move, usable_device
+from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer
+from pfedla.flower.deployment import Deployment
+from pfedla.flower.site_data import read_examples
 
 KEPT = 3
 
 
 class Site:
-    def __init__(self, plan: Plan, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-        self.plan = plan
+    def __init__(self, deployment: Deployment, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
+        """`config` comes with the server's message, `node` is the site's own --node-config."""
+        self.deployment = deployment
         self.number, run = int(config["client"]), str(config["run"])
         claimed = node.get("partition-id", self.number)
         if claimed != self.number:
-            raise PfedlaError(f"partition-id = {claimed} is another's: this node's key is that of client {self.number}")
-        if not 0 <= self.number < len(plan.deployment.keys) or not re.fullmatch("[0-9a-f]{16}", run):
-            raise PfedlaError(f"the server named client {self.number} and run {run!r:.40}, which cannot be")
+            raise PfedlaError(f"partition-id = {claimed}, but this node has the key of client {self.number}")
+        if not 0 <= self.number < deployment.num_clients or not re.fullmatch("[0-9a-f]{16}", run):
+            raise PfedlaError(f"the server sent an invalid client ({self.number}) or run ({run!r:.40})")
         state = node.get("state") or platformdirs.user_state_path("pfedla") / f"client-{self.number}"
         self.folder = Path(str(state)).expanduser().resolve() / run
-        outline = plan.deployment.outline()
-        self.built = plan.built(outline)
+        self.built = deployment.build()
         torch.set_num_threads(int(node.get("threads", 1)))
         keep_freed_memory()
-        experiment, self.own = self.built.experiment, "data" in node
-        if self.own:
-            if experiment.data.dataset != SITES:
-                raise PfedlaError(f"this federation cuts {experiment.data.dataset} into clients itself: leave data= out")
-            train, test = own_examples(Path(str(node["data"])).expanduser(), outline, experiment.seed)
-        else:
-            train, test = part_examples(experiment, outline, self.number, self.folder / "data.safetensors")
+        experiment, self.federation = self.built.experiment, self.built.federation
+        self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
+        kept = self.folder / "data.safetensors"
+        train, test = read_examples(self.path, experiment, self.federation, self.number, kept)
         self.device = usable_device(str(node.get("device", experiment.engine.device)))
-        task = self.built.algorithm.task.to(self.device).direct(outline.shape)
-        algorithm = dataclasses.replace(self.built.algorithm, task=task)
-        self.client = Client(self.number, train, test, outline, algorithm, self.device, experiment.recalibrate)
-        self._check_unchanged({"digest": digest_of(train, test), "data": str(Path(str(node.get("data", ""))).resolve())})
+        mean, std = self.federation.mean, self.federation.std
+        task = self.built.algorithm.task.to(self.device)
+        direct = DirectTask(task.module, normalise(train.x[:1].to(self.device), mean, std)[0])
+        self.client = Client(
+            number=self.number,
+            train=train,
+            test=test,
+            mean=mean,
+            std=std,
+            algorithm=self.built.algorithm.model_copy(update={"task": direct}),
+            device=self.device,
+            recalibrate=experiment.recalibrate,
+        )
+        self._check_unchanged(digest_of(train, test))
 
-    def _check_unchanged(self, about: dict[str, str]) -> None:
+    def _check_unchanged(self, digest: str) -> None:
         known = self.folder / "site.json"
-        if known.exists():
-            if read_object(known).get("digest") != about["digest"]:
-                raise PfedlaError("the data of this site have changed since the run began; put them back, or start a new run")
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(known, json.dumps({"client": self.number, **about}, indent=1) + "\n")
+        if not known.exists():
+            about = {"client": self.number, "digest": digest, "data": str(self.path or "")}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(known, json.dumps(about, indent=1) + "\n")
+        elif read_object(known).get("digest") != digest:
+            raise PfedlaError(
+                "the data of this site have changed since the run began; restore them, or start a new run"
+            )
 
     # What the server may ask for
 
     def join(self) -> RecordDict:
-        """How many examples there are; their classes only where everybody has them anyway."""
-        train, test = self.client.train.y, self.client.test.y
-        about: dict[str, Any] = {"train": len(train), "test": len(test)}
-        if not self.own:
+        """Tell the numbers of examples; class counts and digest only of a public data set."""
+        labels = {"train": self.client.train.y, "test": self.client.test.y}
+        about: dict[str, Any] = {part: len(y) for part, y in labels.items()}
+        if self.path is None:
             about["digest"] = str(read_object(self.folder / "site.json")["digest"])
-            counts = (np.bincount(part.numpy(), minlength=len(self.plan.deployment.classes)).tolist() for part in (train, test))
-            about["train_counts"], about["test_counts"] = counts
+            for part, y in labels.items():
+                about[f"{part}_counts"] = np.bincount(
+                    y.numpy(), minlength=len(self.federation.classes)
+                ).tolist()
         return RecordDict({CONFIG: ConfigRecord(about)})
 
     def train(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
-        state, answer = self.client.update(self._state(base), self._download(content), cohort)
-        self._keep(cohort.round, base, {name: value.cpu() for name, value in state.items()})
-        return encoded_answer(answer, self.built.algorithm.task.layers)
+        state, answer = self.client.update(
+            self._read_state(base), self._read_download(content), cohort, has_trained=base > 0
+        )
+        self._keep(cohort.round, base, state)
+        return encode_answer(answer, self.built.algorithm.task.layers)
 
     def evaluate(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
-        """Test the personal model and write it down here: the site may use it from now on."""
-        model = self.client.personal(self._state(base), base > 0, self._download(content), cohort)
-        accuracy, loss = self.client.metrics(self.client.tested(model))
-        self._write_personal({name: value.cpu() for name, value in model.items()}, cohort.round - 1, accuracy)
+        """Test the personal model and write it: the site may use it from now on."""
+        model = self.client.personalize(
+            self._read_state(base), self._read_download(content), cohort, has_trained=base > 0
+        )
+        accuracy, loss = self.client.metrics(self.client.evaluate(model))
+        self._write_personal(model, cohort.round - 1, accuracy)
         return RecordDict({METRICS: MetricRecord({"accuracy": accuracy, "loss": loss})})
 
-    def _download(self, content: RecordDict) -> Payload:
+    def _read_download(self, content: RecordDict) -> Payload:
         task = self.built.algorithm.task
-        return moved(decoded_download(content, task.initial(), task.layers, len(self.plan.deployment.keys)), self.device)
+        download = decode_download(content, task.initial(), task.layers, self.deployment.num_clients)
+        return move(download, self.device)
 
-    # What is private
+    # Private state
 
-    def _state(self, base: int) -> ClientState:
-        initial = self.client.algorithm.init_client()
+    def _read_state(self, base: int) -> ClientState:
+        initial: ClientState = self.client.algorithm.init_client()
         if base == 0 or not initial:
             return initial
-        path = self._version(base)
+        path = self._state_path(base)
         if not path.exists():
             raise PfedlaError(
-                f"{path.name} of this run is not in {path.parent}: what is private after round {base} was kept elsewhere or is "
-                "lost; give the folder it is in with --node-config 'state=\"/path\"', or start a new run"
+                f"{path} is missing: the private state after round {base} is lost or elsewhere; give its "
+                "folder with --node-config 'state=\"/path\"', restore it, or start a new run"
             )
         kept = read_tensors(path, {name: value.to("meta") for name, value in initial.items()})
         return {name: value.clone().to(self.device) for name, value in kept.items()}
@@ -117,30 +131,31 @@ class Site:
     def _keep(self, round: int, base: int, state: ClientState) -> None:
         if not state:
             return
-        write_whole(self._version(round), lambda part: save_file({n: v.contiguous() for n, v in state.items()}, part))
+        write_tensors(self._state_path(round), {name: value.cpu() for name, value in state.items()})
         there = [int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors")]
         accepted = sorted(number for number in there if number <= base)[-(KEPT - 1) :]
-        for number in there:  # never a later one: this may be a round that the server no longer waited for
+        for number in there:  # never a later one: the server may have given up waiting for this round
             if number < round and number not in accepted:
-                self._version(number).unlink(missing_ok=True)
+                self._state_path(number).unlink(missing_ok=True)
 
-    def _version(self, round: int) -> Path:
+    def _state_path(self, round: int) -> Path:
         return self.folder / f"round-{round}.safetensors"
 
-    def _write_personal(self, model: ClientState, round: int, accuracy: float) -> None:
-        (self.folder / "models").mkdir(exist_ok=True)
-        write_tensors(self.folder / "models" / f"client-{self.number}.safetensors", model)
-        deployment = self.plan.deployment
-        here = {"shape": deployment.shape, "classes": deployment.classes, "mean": deployment.mean, "std": deployment.std}
-        known = {**here, "clients": deployment.names, "test": [], "subset": ""}
-        write_text(self.folder / "federation.json", json.dumps(known, indent=2, ensure_ascii=False) + "\n")
+    def _write_personal(self, model: Params, round: int, accuracy: float) -> None:
+        path = self.folder / "models" / f"client-{self.number}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        write_tensors(path, {name: value.cpu() for name, value in model.items()})
+        known = self.deployment.settings.model_dump(include={"shape", "classes", "mean", "std"})
+        known |= {"clients": self.federation.names, "test": []}
+        result = {"client": self.number, "after_round": round, "accuracy": accuracy}
+        for name, about in (("federation.json", known), ("result.json", result)):
+            write_text(self.folder / name, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
         write_text(self.folder / "experiment.toml", self.built.experiment.to_toml())
-        write_text(
-            self.folder / "result.json", json.dumps({"client": self.number, "after_round": round, "accuracy": accuracy}) + "\n"
-        )
 
 
-def cohort_of(config: Mapping[str, Any]) -> Cohort:
+def read_cohort(config: Mapping[str, Any]) -> Cohort:
+    """Return the cohort of a message: a site knows of no other client."""
+    ids = torch.tensor([int(config["client"])])
     return Cohort(
-        int(config["round"]), int(config["seed"]), torch.tensor([int(config["client"])]), torch.zeros(1, dtype=torch.int64)
+        round=int(config["round"]), seed=int(config["seed"]), ids=ids, num_examples=torch.zeros_like(ids)
     )
