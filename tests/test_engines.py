@@ -1,42 +1,39 @@
-"""Which engine runs, with or without a compiler; that each fast way comes to the plain one's numbers."""
+"""Which engine runs; that engines agree, for any number of threads, resumed or not; what a failing client costs."""
 
-from collections.abc import Callable
-from pathlib import Path
+import threading
+from typing import Any
 
 import pytest
 import torch
-from conftest import budget
-from pfedla.engines.choice import chosen_compile, chosen_engine
+from conftest import SIZES, TinyNet, assert_same, flat, make, play, toy_federation
 from torch import nn
 
-from pfedla.algorithms import create
+from pfedla import simulate
+from pfedla.algorithms.fedavg import FedAvg
 from pfedla.core.contracts import Answer
 from pfedla.core.errors import PfedlaError
-from pfedla.core.models import MODELS, PaperCNN, SmallCNN
+from pfedla.core.models import MODELS, SmallCNN
 from pfedla.core.rounds import everyone
-from pfedla.core.tasks import task_of
+from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine, vectorized
-from pfedla.runs.experiment import Experiment, build
-from pfedla.runs.result import run
-from pfedla.runs.simulation import simulate
+from pfedla.engines import create_engine, resolve_engine, vectorized
 
 
 def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation:
     draws = torch.Generator().manual_seed(0)
 
     def examples(count: int) -> Examples:
-        return Examples(torch.randn(count, *shape, generator=draws), torch.randint(0, 3, (count,), generator=draws))
+        labels = torch.randint(0, 3, (count,), generator=draws)
+        return Examples(torch.randn(count, *shape, generator=draws), labels)
 
     return Federation([examples(size) for size in sizes], [examples(4) for _ in sizes], ("a", "b", "c"))
 
 
-def trained(name: str, module: nn.Module, federation: Federation, *, batch_size: int = 8, **options: object) -> list[Answer]:
-    algorithm = create("fedavg", task_of(module), budget(0.1, 2, batch_size))
+def train(module: nn.Module, federation: Federation, **settings: Any) -> list[Answer]:
+    """One round of FedAvg; all clients answer."""
+    algorithm = make("fedavg", module=module, batch_size=8)
     cohort = everyone(federation.num_examples, 1, 0)
-    with create_engine(
-        name, algorithm, federation, **{"device": "cpu", "threads": 0, "recalibrate": "never", **options}
-    ) as engine:  # type: ignore[arg-type]
+    with create_engine(algorithm, federation, EngineSettings(**settings), recalibrate="never") as engine:
         answers = engine.train(cohort, algorithm.download(algorithm.init_server(len(federation), 0), cohort))
     assert all(isinstance(answer, Answer) for answer in answers), answers
     return answers  # type: ignore[return-value]
@@ -52,80 +49,73 @@ def trained(name: str, module: nn.Module, federation: Federation, *, batch_size:
         ("threaded", "cuda", nn.Linear(2, 2), "threaded"),
     ],
 )
-def test_the_engine_is_chosen_by_device_and_model(name: str, device: str, module: nn.Module, chosen: str) -> None:
-    assert chosen_engine(name, device, module) == chosen
+def test_the_engine_is_chosen_by_device_and_model(
+    name: Any, device: str, module: nn.Module, chosen: str
+) -> None:
+    assert resolve_engine(EngineSettings(name=name, device=device), module).name == chosen
 
 
-def test_what_was_chosen_is_written_down(tmp_path: Path) -> None:
-    experiment = Experiment.parse({"rounds": 1, "data": {"dataset": "digits"}, "training": {"local_epochs": 1}})
-    built = build(experiment).experiment.engine
-    assert (built.name, built.compile) == ("threaded", "off")
-    folder = run(experiment, tmp_path / "run")
-    text = (folder / "experiment.toml").read_text()
-    assert 'name = "threaded"' in text
-    assert 'compile = "off"' in text
-
-
-def test_compiling_falls_back_with_a_sentence_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen_compile("auto", "threaded", "cpu", "no such model") == ("off", "")
+def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    assert resolve_engine(EngineSettings(compile=True), module).name == "threaded"  # though it is small
+    for settings in (
+        EngineSettings(compile=True, name="vectorized"),
+        EngineSettings(compile=True, device="cuda"),
+    ):
+        with pytest.raises(PfedlaError, match="--compile"):
+            resolve_engine(settings, module)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert chosen_compile("auto", "threaded", "cpu", "cnn") == ("off", "")
-    resolved, note = chosen_compile("on", "threaded", "cpu")
-    assert resolved == "off"
-    assert "no C++ compiler" in note
-    built = build(Experiment.parse({"engine": {"compile": "on"}, "data": {"dataset": "digits"}}))
-    assert built.experiment.engine.compile == "off"
-    assert built.note == note
+    with pytest.raises(PfedlaError, match="compiler"):
+        resolve_engine(EngineSettings(compile=True), module)
 
 
-def test_compiling_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(PfedlaError, match="threaded and flower engines on the cpu"):
-        chosen_compile("on", "vectorized", "cpu")
-    federation = federation_of_images((1, 8, 8), [8, 8])
-    with pytest.raises(PfedlaError, match="compile"):
-        simulate(federation, SmallCNN((1, 8, 8), 3), compile="perhaps")  # type: ignore[arg-type]
-
-
-COMPILED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Linear(5, 3), (5,)),
-    "small-cnn": (lambda: SmallCNN((1, 9, 9), 3), (1, 9, 9)),  # odd feature maps: the last row and column are not pooled
-    "cnn-bn": (lambda: PaperCNN((3, 16, 16), 3, batch_norm=True), (3, 16, 16)),
-}
-
-
-@pytest.mark.parametrize("kind", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in list(COMPILED)[1:])])
-def test_compiled_steps_come_to_the_numbers_of_the_plain_ones(kind: str) -> None:
+def test_compiled_training_is_the_plain_one_for_any_number_of_threads() -> None:
     torch.manual_seed(0)
-    build_module, shape = COMPILED[kind]
-    module, federation = build_module(), federation_of_images(shape, [24, 19, 5, 24])  # with and without a rest
-    plain = trained("threaded", module, federation)
-    compiled = trained("threaded", module, federation, compile=True, threads=2)
-    again = trained("threaded", module, federation, compile=True, threads=1)
+    module, federation = (
+        nn.Linear(5, 3),
+        federation_of_images((5,), [24, 19, 5, 24]),
+    )  # with and without a rest
+    plain = train(module, federation, name="threaded")
+    compiled, again = (
+        train(module, federation, name="threaded", compile=True, threads=threads) for threads in (2, 1)
+    )
     for left, right, same in zip(plain, compiled, again, strict=True):
         torch.testing.assert_close(right.upload.tensors, left.upload.tensors, rtol=1e-3, atol=1e-5)
-        assert all(torch.equal(value, same.upload.tensors[name]) for name, value in right.upload.tensors.items())
-    moved = plain[0].upload.tensors[next(iter(plain[0].upload.tensors))] - next(iter(task_of(module).initial().values()))
-    assert moved.abs().max() > 1e-3  # the tolerance above would see a lost step
+        assert_same(right.upload.tensors, same.upload.tensors)
 
 
-def test_a_compiled_step_takes_tensors_in_any_order() -> None:
+@pytest.mark.parametrize("name", ["fedavg", "fedrep", "heurpfedla"])
+def test_threads_and_a_resumed_engine_change_no_bit(name: str) -> None:
+    """Of a network with convolutions, whose kernels may round by how a tensor lies in memory."""
     torch.manual_seed(0)
-    task = task_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    compiled = task.compiled((4,), budget(0.1, 1, 8))
-    parameters, x, y = task.initial(), torch.randn(8, 4), torch.randint(0, 3, (8,))
-    wanted = task.step(parameters, {}, x, y, 0.1)
-    found = compiled.step(dict(reversed(parameters.items())), {}, x, y, 0.1)
-    assert list(found[0]) == list(reversed(parameters))
-    torch.testing.assert_close({name: found[0][name] for name in wanted[0]}, wanted[0])
+    module, federation = SmallCNN((1, 9, 9), 3), federation_of_images((1, 9, 9), [24, 19, 7, 24, 12])
+    algorithm = make(name, module=module, batch_size=8)
+    straight, clients = play(algorithm, federation, threads=1, participation=0.7)
+    first, saved = play(algorithm, federation, threads=3, participation=0.7, rounds=range(1, 3))
+    second, resumed = play(
+        algorithm,
+        federation,
+        threads=2,
+        participation=0.7,
+        rounds=range(3, 4),
+        server=first[-1].server,
+        clients=saved,
+    )
+    assert_same(flat(straight[-1].server), flat(second[-1].server))
+    assert_same(clients, resumed)
+    assert torch.equal(straight[-1].evaluation.loss, second[-1].evaluation.loss)
 
 
-def test_a_model_that_cannot_be_compiled_says_what_to_do() -> None:
-    class Branches(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x if x.sum().item() > 0 else -x)
-
-    with pytest.raises(PfedlaError, match="--compile off"):
-        trained("threaded", Branches(5, 3), federation_of_images((5,), [8]), compile=True)
+def test_a_clients_state_does_not_keep_the_cohorts_downloads_alive() -> None:
+    algorithm = make("fedrep", batch_norm=True)
+    federation = toy_federation()
+    cohort = everyone(federation.num_examples, 1, 0)
+    for engine_name in ("threaded", "vectorized"):
+        with create_engine(algorithm, federation, EngineSettings(name=engine_name)) as engine:
+            engine.train(cohort, algorithm.download(algorithm.init_server(len(SIZES), 0), cohort))
+            engine.commit(cohort.ids)
+            for value in engine._clients[0].values():
+                assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
 def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,21 +124,87 @@ def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pyt
     groups: list[int] = []
     train_group = vectorized.VectorizedEngine._train_group
 
-    def spied(self: vectorized.VectorizedEngine, cohort: object, rows: list[int], *rest: object) -> object:
+    def spy(self: Any, cohort: Any, rows: list[int], *rest: Any) -> Any:
         groups.append(len(rows))
-        return train_group(self, cohort, rows, *rest)  # type: ignore[arg-type]
+        return train_group(self, cohort, rows, *rest)
 
-    monkeypatch.setattr(vectorized.VectorizedEngine, "_train_group", spied)
-    together = trained("vectorized", module, federation)
+    monkeypatch.setattr(vectorized.VectorizedEngine, "_train_group", spy)
+    together = train(module, federation, name="vectorized")
     assert groups == [5, 2]
     groups.clear()
     monkeypatch.setattr(vectorized, "MEMORY_BOUND", 2**20)
-    apart = trained("vectorized", module, federation)
+    apart = train(module, federation, name="vectorized")
     assert max(groups) < 5
     assert sum(groups) == 7
     for left, right in zip(together, apart, strict=True):
         torch.testing.assert_close(left.upload.tensors, right.upload.tensors, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(vectorized, "MEMORY_BOUND", 1)  # even the smallest bound trains one at a time
     groups.clear()
-    trained("vectorized", module, federation)
+    train(module, federation, name="vectorized")
     assert groups == [1] * 7
+
+
+# Failures in evaluation
+
+
+class Broken(FedAvg):
+    """Clients that never trained cannot be personalized; has_trained says which."""
+
+    def personalize(self, client: Any, download: Any, data: Any) -> Any:
+        if not data.has_trained:
+            raise AttributeError("no such thing")
+        return super().personalize(client, download, data)
+
+
+@pytest.mark.parametrize("engine", ["threaded", "vectorized"])
+def test_what_evaluation_raises_is_that_clients_failure(engine: str) -> None:
+    """It used to be swallowed: accuracy nan, and no word."""
+    algorithm = make("fedavg")
+    broken = Broken(task=algorithm.task, training=algorithm.training)
+    played, _ = play(broken, toy_federation(), rounds=range(1, 2), participation=0.5, engine=engine)
+    away = sorted(set(range(len(SIZES))) - set(played[0].cohort.ids.tolist()))
+    failures = played[0].evaluation_failures
+    assert sorted(failures) == away
+    assert {failure.reason for failure in failures.values()} == {"evaluation raised"}
+    assert isinstance(failures[away[0]].error, AttributeError)
+    expected = play(algorithm, toy_federation(), rounds=range(1, 2), participation=0.5, engine=engine)[0][0]
+    assert played[0].evaluation.accuracy.isnan().nonzero().squeeze(1).tolist() == away
+    trained = played[0].cohort.ids
+    torch.testing.assert_close(played[0].evaluation.loss[trained], expected.evaluation.loss[trained])
+
+
+# Two at once
+
+
+def test_two_simulations_in_two_threads_at_once() -> None:
+    """Each has the numbers it has alone, and torch's number of threads is as before, in old and new threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    expected = {seed: simulate(toy_federation(), TinyNet(), "fedrep", rounds=4, seed=seed) for seed in (0, 1)}
+    results: dict[int, Any] = {}
+    inside = threading.Barrier(2)
+    after: list[int] = []
+
+    def work(seed: int) -> None:
+        results[seed] = simulate(
+            toy_federation(),
+            TinyNet(),
+            "fedrep",
+            rounds=4 + seed,
+            seed=seed,
+            on_round=lambda r: r.round == 1 and inside.wait(60),
+        )
+        after.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    new = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert after == [2, 2, 2]
+    assert torch.equal(results[0].accuracy, expected[0].accuracy)
+    assert_same(results[0].models[0], expected[0].models[0])
+    torch.set_num_threads(before)

@@ -256,7 +256,8 @@ class _FusedPooling(TorchFunctionMode):
         rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
         best, *others = (x[..., down:rows:2, right:columns:2] for down in (0, 1) for right in (0, 1))
         for other in others:
-            best = torch.where((other > best) | other.isnan(), other, best)
+            # Not isnan(): with it the compiled step takes half as long again.
+            best = torch.where((other <= best).logical_or(best != best), best, other)
         return best
 
 
