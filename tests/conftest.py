@@ -15,7 +15,7 @@ from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import Faults
-from pfedla.core.rounds import Round, Traffic, run_rounds
+from pfedla.core.rounds import Round, run_rounds
 from pfedla.core.settings import EngineSettings, Recalibrate, Training
 from pfedla.core.tasks import ClassificationTask, task_of
 from pfedla.core.training import batch_bounds
@@ -96,7 +96,7 @@ def plain_loss(module: nn.Module, model: Params, data: LocalData, rows: Tensor) 
 
 
 def plain_sgd(module: nn.Module, model: Params, data: LocalData, epochs: int = 2, **pulled: Any) -> Params:
-    """The slow twin of `sgd`: autograd, batches of 5, lr 0.1; with towards and pull also a quadratic penalty."""
+    """The slow twin of `sgd`: autograd, batches of 5, lr 0.1; `towards` and `pull` add a penalty."""
     towards, pull = pulled.get("towards", model), pulled.get("pull", 0.0)
     for rows in (data.order[e][slice(*ends)] for e in range(epochs) for ends in batch_bounds(len(data.y), 5)):
         leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
@@ -164,36 +164,36 @@ def applies(name: str, batch_norm: bool) -> bool:
 
 
 def methods(*quick: str, variants: bool = False) -> list[Any]:
-    """Every method of the registry, with BatchNorm where it fits as there is more to go wrong; but for `quick` (if any are
-    named) with the slow tests."""
+    """Every method of the registry; all but `quick`, if any are named, are marked as slow."""
     names = [*ALGORITHMS, *(VARIANTS if variants else ())]
-    return [
-        pytest.param(name, marks=[] if not quick or name in quick else pytest.mark.slow, id=name)
-        for name in names
-    ]
+    slow = {name for name in names if quick and name not in quick}
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else [], id=name) for name in names]
 
 
 def play(
-    algorithm: Algorithm, federation: Federation, *, rounds: range = range(1, 4), participation: float = 1.0,
-    engine: str = "threaded", threads: int = 2, evaluate_every: int = 1, seed: int = 0,
-    server: ServerState | None = None, clients: Params | None = None, traffic: Traffic | None = None,
-    faults: Faults = NO_FAULTS, norm_bound: float | None = None,
-) -> tuple[list[Round], Params]:  # fmt: skip
-    """Rounds played, and everybody's private state after them. Servers are copied: a round may write into the one before."""
+    algorithm: Algorithm,
+    federation: Federation,
+    *,
+    rounds: range = range(1, 4),
+    engine: str = "threaded",
+    threads: int = 2,
+    seed: int = 0,
+    server: ServerState | None = None,
+    clients: Params | None = None,
+    faults: Faults = NO_FAULTS,
+    **how: Any,
+) -> tuple[list[Round], Params]:
+    """Run rounds; return copies of them, as a round may write into the one before, and the clients' states."""
     server = copy.deepcopy(server) if server else algorithm.init_server(len(federation), seed)
-    with engine_for(
+    how = {"participation": 1.0, "evaluate_every": 1, "rounds": rounds, "seed": seed, **how}
+    simulated = engine_for(
         algorithm, federation, engine, threads=threads, recalibrate="unsampled", faults=faults
-    ) as where:
+    )
+    with simulated as where:
         if clients is not None:
             where.load(clients)
-        played = [
-            one._replace(server=copy.deepcopy(one.server))
-            for one in run_rounds(
-                algorithm, where, federation.num_examples, server, rounds=rounds, participation=participation,
-                evaluate_every=evaluate_every, seed=seed, traffic=traffic, norm_bound=norm_bound,
-            )
-        ]  # fmt: skip
-        return played, where.state()
+        ran = run_rounds(algorithm, where, federation.num_examples, server, **how)
+        return [one._replace(server=copy.deepcopy(one.server)) for one in ran], where.state()
 
 
 def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> Accepted:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pfedla.data.datasets import CIFAR10, CIFAR100, IDX_FILES, KNOWN, emnist_files
+from pfedla.data.datasets import KNOWN
 
 NUM = 40
 
@@ -28,7 +28,7 @@ def images(count: int, part: int) -> np.ndarray:
 def idx_files(name: str, count: int = NUM) -> dict[str, bytes]:
     """The four gzipped files of an MNIST-like set: twice `count` images, all classes in turn."""
     split = name.removeprefix("emnist-")
-    names = emnist_files(split) if name.startswith("emnist-") else IDX_FILES
+    names = KNOWN[name].source.files
     first = 1 if split == "letters" else 0
     files = {}
     for part in range(2):
@@ -41,9 +41,9 @@ def idx_files(name: str, count: int = NUM) -> dict[str, bytes]:
 
 def cifar_files(name: str, count: int = NUM) -> dict[str, bytes]:
     """Binary records; the pixels of an image are its class number, plane by plane plus 0, 50 and 100."""
-    source, parts = (CIFAR10, (1,) * 6) if name == "cifar10" else (CIFAR100, (5, 1))
+    parts = (1,) * 6 if name == "cifar10" else (5, 1)
     files = {}
-    for file, part in zip(source.files, parts, strict=True):
+    for file, part in zip(KNOWN[name].source.files, parts, strict=True):
         y = np.arange(part * count) % len(KNOWN[name].classes)
         labels = y[:, None] if name == "cifar10" else np.stack([y // 5, y], axis=1)
         planes = np.repeat(y[:, None] + np.array([0, 50, 100]), 1024, axis=1)

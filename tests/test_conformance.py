@@ -37,7 +37,7 @@ ALL = pytest.mark.parametrize(
     [pytest.param(*case, id=f"{case[0]}-{'batchnorm' if case[1] else 'plain'}") for case in CASES],
 )
 EACH = pytest.mark.parametrize("name", [*ALGORITHMS, *VARIANTS])  # with BatchNorm where it fits
-# FedFomo divides differences of losses by distances, pfedla-heldout gradients by norms: both magnify rounding.
+# FedFomo divides differences of losses by distances, pfedla-heldout gradients by norms.
 TOLERANCES = {name: 1e-4 for name in (*ALGORITHMS, *VARIANTS) if "fedfomo" in name}
 TOLERANCES |= {name: 1e-3 for name in (*ALGORITHMS, *VARIANTS) if "heldout" in name}
 

@@ -4,45 +4,31 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import TinyNet, assert_same, budget, play, toy_federation
+from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_sgd, play, toy_federation
 from torch import nn
-from torch.func import functional_call
 
-from pfedla.algorithms.fedamp import FedAMP
-from pfedla.algorithms.local import Local
 from pfedla.core.contracts import Cohort, LocalData, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
 
-NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
-TRAINING = budget(0.1, 2, 5)
 LINE = {"weight": torch.tensor([[[0.0]], [[1.0]], [[3.0]]]), "bias": torch.tensor([[0.0], [1.0], [1.0]])}
 
 
-def fedamp(batch_norm: bool = False, **options: object) -> FedAMP:
-    return FedAMP(task=task_of(TinyNet(batch_norm)), training=TRAINING, **options)
-
-
-def line(**options: object) -> FedAMP:
-    return FedAMP(task=task_of(nn.Linear(1, 1)), training=TRAINING, **options)
+def line(**options: float):
+    return make("fedamp", module=nn.Linear(1, 1), **options)
 
 
 def test_the_weights_and_the_mix_by_hand() -> None:
     """Squared distances 2 (0-1), 10 (0-2) and 4 (1-2); ξ = α/σ exp(-d/σ)."""
     algorithm, server = line(sigma=2.0, step_size=0.8), {"models": LINE}
-    near, far, middle = (0.4 * math.exp(-d / 2) for d in (2, 10, 4))
-    expected = torch.tensor(
-        [[1 - near - far, near, far], [near, 1 - near - middle, middle], [far, middle, 1 - far - middle]]
-    )
+    near, far, mid = (0.4 * math.exp(-d / 2) for d in (2, 10, 4))
+    expected = [[1 - near - far, near, far], [near, 1 - near - mid, mid], [far, mid, 1 - far - mid]]
     alpha = algorithm.alpha(server)
     assert alpha.shape == (3, 1, 3)
-    torch.testing.assert_close(alpha[:, 0], expected)
+    torch.testing.assert_close(alpha[:, 0], torch.tensor(expected))
     mixed = algorithm.download(server, Cohort(1, 0, torch.tensor([0, 2]), torch.tensor([1, 1]))).tensors
-    torch.testing.assert_close(
-        mixed["weight"].flatten(), torch.tensor([near + 3 * far, middle + 3 * (1 - far - middle)])
-    )
+    weights = torch.tensor([near + 3 * far, mid + 3 * (1 - far - mid)])
+    torch.testing.assert_close(mixed["weight"].flatten(), weights)
     torch.testing.assert_close(mixed["bias"].flatten(), torch.tensor([near + far, 1 - far]))
 
 
@@ -64,71 +50,43 @@ def test_a_huge_model_gets_no_weight() -> None:
 
 
 def test_the_client_equals_a_slow_twin() -> None:
-    task = task_of(TinyNet(dtype=torch.float64))
-    algorithm = FedAMP(task=task, training=TRAINING, step_size=0.5, penalty=0.3)
-    noise = torch.Generator().manual_seed(2)
-    received = {
-        n: v + 0.3 * torch.randn(v.shape, generator=noise, dtype=v.dtype) for n, v in task.initial().items()
-    }
-    example = toy_federation((13,)).train[0]
-    order = torch.stack([torch.randperm(13, generator=noise) for _ in range(2)])
-    result = algorithm.local_update(
-        algorithm.init_client(),
-        Payload(received, torch.ones(2).bool()),
-        LocalData(example.x.double(), example.y, order),
-    )
-    leaves = {n: v.clone().requires_grad_() for n, v in received.items()}
-    for rows in (rows for epoch in order for rows in (epoch[:5], epoch[5:10], epoch[10:])):
-        objective = F.cross_entropy(
-            functional_call(task.module, leaves, (example.x[rows].double(),)), example.y[rows]
-        )
-        objective = objective + 0.3 / (2 * 0.5) * sum(
-            ((v - received[n]) ** 2).sum() for n, v in leaves.items()
-        )
-        gradients = torch.autograd.grad(objective, list(leaves.values()))
-        leaves = {
-            n: (v - 0.1 * g).detach().requires_grad_()
-            for (n, v), g in zip(leaves.items(), gradients, strict=True)
-        }
-    assert_same(result.model, {n: v.detach() for n, v in leaves.items()}, tolerance=1e-12)
+    module = TinyNet(dtype=torch.float64)
+    algorithm, data = make("fedamp", module=module, step_size=0.5, penalty=0.3), one_client()
+    received = add_noise(algorithm.task.initial(), seed=2)
+    result = algorithm.local_update(algorithm.init_client(), Payload(received, torch.ones(2).bool()), data)
+    twin = plain_sgd(module, received, data, towards=received, pull=0.3 / 0.5)
+    assert_same(result.model, twin, tolerance=1e-12)
     assert_same(result.upload.tensors, result.model)
 
 
-def test_the_personal_model_is_the_mix_before_the_first_training_and_then_the_own() -> None:
-    algorithm = fedamp()
-    client = algorithm.init_client()
-    download = Payload(
-        {name: value + 1 for name, value in algorithm.task.initial().items()}, torch.ones(2).bool()
-    )
+def test_the_personal_model_is_the_mix_until_the_first_training_and_then_the_own() -> None:
+    algorithm = make("fedamp")
+    initial = algorithm.task.initial()
+    download = Payload({name: value + 1 for name, value in initial.items()}, torch.ones(2).bool())
     data = LocalData(*[torch.empty(0)] * 3)
-    assert_same(algorithm.personalize(client, download, data), download.tensors)
+    assert_same(algorithm.personalize(initial, download, data), download.tensors)
     trained = data._replace(has_trained=torch.tensor(True))
-    assert_same(algorithm.personalize(client, download, trained), algorithm.task.initial())
+    assert_same(algorithm.personalize(initial, download, trained), initial)
 
 
 @NORMS
 def test_without_attention_and_pull_it_is_local_bit_for_bit(federation: Federation, batch_norm: bool) -> None:
-    algorithm = fedamp(batch_norm, sigma=1e38, penalty=0.0)
+    algorithm = make("fedamp", batch_norm=batch_norm, sigma=1e38, penalty=0.0)
     played, clients = play(algorithm, federation, participation=0.5)
-    local_played, local_clients = play(
-        Local(task=algorithm.task, training=TRAINING), federation, participation=0.5
-    )
-    assert_same({name: clients[name] for name in local_clients}, local_clients)
-    assert torch.equal(played[-1].evaluation.loss, local_played[-1].evaluation.loss)
+    local, local_clients = play(make("local", batch_norm=batch_norm), federation, participation=0.5)
+    assert_same(clients, local_clients)
+    assert torch.equal(played[-1].evaluation.loss, local[-1].evaluation.loss)
 
 
 def test_similar_clients_come_to_weigh_more() -> None:
     """The toy clients 0-1, 2-3 and 4-5 label by the same rule."""
-    federation = toy_federation((60,) * 6)
-    algorithm = fedamp(sigma=0.5, step_size=0.05)
-    alpha = algorithm.alpha(play(algorithm, federation, rounds=range(1, 9))[0][-1].server)[:, 0]
-    partner = torch.tensor([1, 0, 3, 2, 5, 4])
-    others = alpha.clone()
-    others[torch.arange(6), torch.arange(6)] = 0
-    assert torch.equal(others.argmax(1), partner)
+    algorithm = make("fedamp", sigma=0.5, step_size=0.05)
+    played, _ = play(algorithm, toy_federation((60,) * 6), rounds=range(1, 9), evaluate_every=8)
+    others = algorithm.alpha(played[-1].server)[:, 0] * (1 - torch.eye(6))
+    assert others.argmax(1).tolist() == [1, 0, 3, 2, 5, 4]
 
 
 def test_a_pull_too_strong_for_the_learning_rate_is_refused() -> None:
-    fedamp(penalty=0.9, step_size=0.1).check(6)
-    with pytest.raises(PfedlaError, match="penalty / step_size"):
-        fedamp(penalty=1.0, step_size=0.1).check(6)
+    make("fedamp", penalty=0.9, step_size=0.1).check(6)
+    with pytest.raises(PfedlaError, match="penalty"):
+        make("fedamp", penalty=1.0, step_size=0.1).check(6)

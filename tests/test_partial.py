@@ -1,9 +1,9 @@
-"""FedBN, FedPer, FedRep, FedBABU, LG-FedAvg, FedProx, fine-tuned FedAvg: what is shared, how it is trained."""
+"""FedBN, FedPer, FedRep, FedBABU, LG-FedAvg, FedProx, fine-tuned FedAvg: what is shared and trained."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, budget, engine_for, make, play
+from conftest import NORMS, TinyNet, assert_same, budget, engine_for, make, play
 from torch import nn
 
 from pfedla.algorithms import create
@@ -16,7 +16,6 @@ from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
 
 COHORT = Cohort(1, 0, torch.arange(2), torch.tensor([1, 3]))
-NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 HEAD = {"fc2.weight", "fc2.bias"}
 STATISTICS = {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Parabola, TinyNet, assert_same, budget, engine_for, play, toy_federation
+from conftest import NORMS, Parabola, TinyNet, assert_same, budget, engine_for, play, toy_federation
 
 from pfedla.algorithms.pfedme import PERSONAL, PFedMe
 from pfedla.core.contracts import Cohort, LocalData, Payload
@@ -13,8 +13,6 @@ from pfedla.core.rounds import everyone
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
-
-NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 
 
 def parabola(**options) -> PFedMe:
@@ -61,7 +59,7 @@ def test_the_server_mixes_by_hand() -> None:
 
 
 def test_the_gradient_steps_are_those_of_the_common_budget() -> None:
-    """11 batches, K = 5: with an equal budget every fifth batch is used, five times each; without, all are."""
+    """11 batches, K = 5: with an equal budget every fifth batch is used, five times; without, all are."""
     data = Parabola.data(*range(11))
     for equal, used in ((True, [0, 5, 10]), (False, list(range(11)))):
         algorithm = parabola(equal_budget=equal)
