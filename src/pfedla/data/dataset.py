@@ -63,8 +63,8 @@ class Dataset:
 def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = None) -> Dataset:
     """Check and arrange a user's arrays.
 
-    uint8 images keep their type and get the mean and standard deviation of the training part of a ready
-    split, else of all examples. Vectors of int32 or int64 (token ids) keep theirs. Other numbers become float32.
+    uint8 images keep their type and get the mean and standard deviation of the training part of a ready split
+    (else of all examples). Vectors of int32 or int64 (token ids) keep theirs. Other numbers become float32.
     """
     x = _arrange(name, np.asarray(x))
     for what, array in (("y", y), ("client", client), ("test", test)):

@@ -82,6 +82,8 @@ def _count(dataset: Dataset) -> tuple[Array, Array | None]:
 def _find_largest(dataset: Dataset, rule: Rule, data: Data) -> int:
     """Find the most examples per client that the classes (and the parts of a ready test split) allow."""
     available, ready = _count(dataset)
+    if ready is not None and not ((ready > 0) & (ready < available)).all():
+        raise PfedlaError(f"the ready test split lacks a class: {_name_scarcest(dataset, rule, data)}")
     for samples in range(_bound(rule.demand, available, ready, data), 0, -1):
         quotas = quotas_of(rule.examples(samples), require(data.test_share))
         train, test = (quota.max(0) if data.overlapping else quota.sum(0) for quota in quotas)
