@@ -1,237 +1,264 @@
-"""Put the tables of benchmarks/results and results into the documents, between their marks: no number is typed.
+"""Write the tables of results/ and benchmarks/results/ into the documents, between their marks.
 
 python benchmarks/fill_docs.py
+
+A page asks for a table with a pair of comments, <!-- name --> and <!-- /name -->; TABLES says what it gets.
 """
 
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_choice
-import bench_phases
-import bench_round
-from pfedla.reproduction.paper_tables import Entry, best, compared, entries, repeated, shown
+from pfedla.report.paired import compare, find_first
+from pfedla.report.tables import markdown_table
+from pfedla.reproduction.paper_tables import by_seed, collect_entries
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGE = ROOT / "docs" / "performance.md"
-RULE_PAGE = ROOT / "docs" / "algorithms" / "pfedla.md"
+MARK = re.compile(r"(<!-- (?P<name>[a-z]+) -->\n).*?(<!-- /(?P=name) -->)", re.S)
 README_COLUMNS = {
-    f"{data}, {split}": (table, data)
-    for data in ("Fashion-MNIST", "CIFAR-10")
-    for table, split in (("table1", "four classes each"), ("table2", "two prevail"))
+    "Fashion-MNIST, 4 classes per client": ("table1", "Fashion-MNIST, 10 clients"),
+    "Fashion-MNIST, 2 dominant classes": ("table2", "Fashion-MNIST, 10 clients"),
+    "CIFAR-10, 4 classes per client": ("table1", "CIFAR-10, 10 clients"),
+    "CIFAR-10, 2 dominant classes": ("table2", "CIFAR-10, 10 clients"),
 }
-README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "HeurpFedLA")
-TUNING_PAGE = ROOT / "docs" / "reproduction.md"
-JOINING_PAGE = ROOT / "docs" / "joining.md"
-CHOOSING_PAGE = ROOT / "docs" / "choosing.md"
-CHOOSING = {"table1": "few classes each", "table2": "some prevail"}
-OURS = ("pFedLA", "HeurpFedLA")
-TRAFFIC_OF = "Fashion-MNIST, 10 clients, some prevail"
+README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "pFedLA held-out")
+SPLITS = {"table1": "few classes", "table2": "dominant"}
+OURS = ("pFedLA", "HeurpFedLA", "pFedLA held-out", "HeurpFedLA held-out")
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def round_tables(report: dict[str, Any]) -> str:
-    parts = []
-    for dataset, result in report["results"].items():
-        body = [bench_round.cells(name, row) for name, row in bench_round.rows(result).items()]
-        parts.append(f"**{dataset}**\n\n{table(list(bench_round.COLUMNS), body)}\n\n{bench_round.caption(result)}.")
-    parts.append(f"{table(bench_round.peer_columns(report), bench_round.peer_rows(report))}\n\n{bench_round.peers()['note']}")
-    return "\n\n".join(parts)
-
-
-def phases_table(report: dict[str, Any]) -> str:
-    return table(bench_phases.columns(), [bench_phases.cells(name, found) for name, found in report["runs"].items()])
-
-
-def choice_table(report: dict[str, Any]) -> str:
-    return table(bench_choice.COLUMNS, [bench_choice.cells(found) for found in report["results"]])
-
-
-def server_table(report: dict[str, Any]) -> str:
-    sizes = (10, 100, 500, 1_000, 10_000)
-    cells: dict[str, dict[int, str]] = {}
-    for one in report["steps"]:
-        median = 1e3 * statistics.median(one["seconds"])
-        cell = f"{median:,.0f} / {one['peak_bytes'] / 2**30:.2f}"
-        cells.setdefault(one["label"], {})[one["clients"]] = cell
-    header = ["median ms / peak GiB", *(f"N = {size:,}" for size in sizes)]
-    body = table(header, [[label, *(found.get(size, "") for size in sizes)] for label, found in cells.items()])
-    whole = report["simulation"]
-    return (
-        f"{body}\n\nA whole simulation of {whole['rounds']} rounds, 10 of {whole['clients']:,} clients with the paper's CNN, "
-        f'`hypernetwork = "compact"`, `neighbours = 5`, all personal models evaluated and kept: {whole["seconds"]:.0f} s, '
-        f"{whole['peak_bytes'] / 2**30:.2f} GiB at its peak."
-    )
-
-
-def trials_table(lines: list[dict[str, Any]]) -> str:
-    """A row per trial, a column per setting; of several seeds the mean."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    settings: list[str] = []
-    for line in lines:
-        where = f"{line['dataset']}, {line['partition']}: {line['rounds']} rounds, {line['local_epochs']} local epochs"
-        where += f", learning rate {line['lr']:g}" if "lr" in line else ""
-        settings.append(where)
-        found.setdefault(line["trial"], {}).setdefault(where, []).append(line)
-    settings = list(dict.fromkeys(settings))
-    header = ["", *settings]
-    rows = []
-    for trial, columns in found.items():
-        cells = [f"`{trial}`"]
-        for where in settings:
-            some = columns.get(where, [])
-            if not some:
-                cells.append("")
-                continue
-            if any("failed" in line for line in some):
-                cells.append("diverged")
-                continue
-            own = zip(*(line.get("self_weights", {}).values() for line in some), strict=True)
-            weights = " ".join(f"{statistics.mean(layer):.2f}" for layer in own)
-            seeds = f" ({len(some)} seeds)" if len(some) > 1 else ""
-            accuracy = 100 * statistics.mean(line["accuracy"] for line in some)
-            cells.append(f"{accuracy:.1f}{seeds}" + (f"; {weights}" if weights else ""))
-        rows.append(cells)
-    return table(header, rows)
-
-
-def results(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
-
-
-def readme_table() -> str:
-    """Of Tables 1 and 2, what the README shows: seed 0, ten clients."""
-    shown: dict[str, list[str]] = {row: [] for row in README_ROWS}
-    for name, data in README_COLUMNS.values():
-        cells = results(name)["cells"]
-        found = {cell["row"]: cell for cell in cells if (cell["column"], cell["seed"]) == (f"{data}, 10 clients", 0)}
-        for row in README_ROWS:
-            accuracy, traffic = found[row]["accuracy"], found[row]["traffic"]
-            down, up = (f"{traffic[way] / 2**20:.0f}" for way in ("down_bytes", "up_bytes"))
-            shown[row].append(f"{100 * accuracy['mean']:.1f} (worst {100 * accuracy['worst']:.1f}; {down} / {up})")
-    return table(["", *README_COLUMNS], [[row, *cells] for row, cells in shown.items()])
-
-
-def choosing_table() -> str:
-    """Tables 1 and 2 in one, without the paper's numbers, and the traffic of one column; of the seeds that all have."""
-    header, shown, traffic = [""], dict[str, list[str]](), dict[str, str]()
-    for name, split in CHOOSING.items():
-        summary = results(name)
-        played = [cell for cell in compared(summary)["cells"] if "accuracy" in cell]  # else the method does not fit the model
-        for column in (column for column in summary["columns"] if any(cell["column"] == column for cell in played)):
-            header.append(f"{column}, {split}")
-            for row in summary["rows"]:
-                some = [cell for cell in played if (cell["row"], cell["column"]) == (row, column)]
-                shown.setdefault(row, []).append("{:.1f} ({:.1f})".format(*means(some, "accuracy", 1e2)) if some else "–")
-                if header[-1] == TRAFFIC_OF:
-                    traffic[row] = "{:.0f} / {:.0f}".format(*means(some, "traffic", 2**-20)) if some else "–"
-    return table([*header, f"MiB down / up, {TRAFFIC_OF}"], [[row, *cells, traffic[row]] for row, cells in shown.items()])
-
-
-def verdict(first: Entry, ours: Entry) -> str:
-    """Whether ours is first, or within one standard deviation (over seeds, of the first) of it."""
-    behind = (first.mean or 0) - (ours.mean or 0)
-    if behind <= 0:
-        return "first"
-    if first.std is None:
-        return f"{behind:.1f} behind; no deviation from one seed"
-    return f"{behind:.1f} behind, " + ("within" if behind <= first.std else "more than") + " one deviation"
-
-
-def standings() -> dict[tuple[str, str], tuple[str, Entry, str, Entry]]:
-    """By table and column: the first and its entry, the better of ours and its entry; of the rows with most seeds."""
-    found = {}
-    for name in CHOOSING:
-        summary = results(name)
-        for column, rows in (entries(compared(summary)) | entries(repeated(summary))).items():
-            own = {row: rows[row].mean or 0 for row in OURS if row in rows}
-            first, ours = best(rows), max(own, key=own.__getitem__)
-            if first is not None:
-                found[name, column] = (first, rows[first], ours, rows[ours])
-    return found
-
-
-def standing_table() -> str:
-    rows = []
-    for (name, column), (first, highest, ours, entry) in standings().items():
-        there = [f"{first} {shown(highest)}", f"{ours} {shown(entry)}", str(len(highest.seeds)), verdict(highest, entry)]
-        rows.append([f"{column}, {CHOOSING[name]}", *there])
-    return table(["", "first", "the better of pFedLA and HeurpFedLA", "seeds", "stands"], rows)
-
-
-def means(cells: list[dict[str, Any]], what: str, unit: float) -> list[float]:
-    """The mean and worst accuracy, or the bytes down and up, over seeds."""
-    keys = {"accuracy": ("mean", "worst"), "traffic": ("down_bytes", "up_bytes")}[what]
-    return [unit * statistics.mean(cell[what][key] for cell in cells) for key in keys]
-
-
-JOINING_ROWS = {  # what the page says, of what is in joining.jsonl
-    "Local": ("local", 50), "FedAvg": ("fedavg", 0), "FedAvg + fine-tuning": ("fedavg-ft 5", 5),
-    "FedAvg, fine-tuned for the whole budget": ("fedavg-ft 50", 50), "pFedLA, as it joins": ("pfedla before", 0),
-    "pFedLA, joined": ("pfedla after", 50), "pFedLA, after its last local training": ("pfedla after_training", 50),
-}  # fmt: skip
-
-
-def joining_table(lines: list[dict[str, Any]]) -> str:
-    """Newcomers by setting: the mean over seeds of the mean of a seed's newcomers, ± over seeds; the best in bold."""
-    settings: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        settings.setdefault(f"{line['dataset']}, `{line['partition']}`", []).append(line)
-    means = {
-        row: [[100 * statistics.mean(line["accuracy"][key]) for line in some] for some in settings.values()]
-        for row, (key, _) in JOINING_ROWS.items()
-    }
-    best = [max(statistics.mean(of[column]) for of in means.values()) for column in range(len(settings))]
-    rows = []
-    for row, of in means.items():
-        cells = [row]
-        for seeds, highest in zip(of, best, strict=True):
-            mean = f"{statistics.mean(seeds):.1f}"
-            mean = f"**{mean}**" if statistics.mean(seeds) == highest else mean
-            cells.append(f"{mean} ± {statistics.stdev(seeds):.1f}")
-        rows.append([*cells, str(JOINING_ROWS[row][1])])
-    took_part = ["*those who took part: FedAvg, pFedLA*"]
-    for some in settings.values():
-        both = (100 * statistics.mean(line["took_part"][name] for line in some) for name in ("fedavg", "pfedla"))
-        took_part.append(", ".join(f"{mean:.1f}" for mean in both))
-    return table(["", *settings, "local epochs of the newcomer"], [*rows, [*took_part, ""]])
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (HERE / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
-def filled(page: Path, mark: str, content: str) -> None:
-    pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-    text = page.read_text(encoding="utf-8")
-    text, count = re.subn(pattern, lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text, flags=re.S)
-    assert count == 1, f"{page} has no {mark}"
-    page.write_text(text, encoding="utf-8")
+def read_results(name: str) -> dict[str, Any]:
+    return read_json(ROOT / "results" / name / "results.json")
+
+
+def show_seeds(values: dict[int, float]) -> str:
+    """Return mean ± standard deviation (number of seeds)."""
+    if not values:
+        return "–"
+    mean = f"{statistics.mean(values.values()):.1f}"
+    return (
+        f"{mean} ± {statistics.stdev(values.values()):.1f} ({len(values)})"
+        if len(values) > 1
+        else f"{mean} (1)"
+    )
+
+
+def show_difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
+    """Return the paired difference ± standard error (number of seeds)."""
+    found = compare(ours, theirs)
+    if found is None:
+        return "–"
+    error = "" if found.error is None else f" ± {found.error:.1f}"
+    return f"{found.mean:+.1f}{error} ({found.seeds})".replace("-", "−")
+
+
+def readme_table() -> str:
+    lines = [["", *README_COLUMNS], *([row] for row in README_ROWS)]
+    differences = [[f"*pFedLA held-out − {other}*"] for other in ("Local", "FedRep")]
+    for table, column in README_COLUMNS.values():
+        values = by_seed(collect_entries(read_results(table))[column])
+        for line in lines[1:]:
+            line.append(show_seeds(values[line[0]]))
+        for line, other in zip(differences, ("Local", "FedRep"), strict=True):
+            line.append(show_difference(values["pFedLA held-out"], values[other]))
+    return markdown_table([*lines, *differences])
+
+
+def choosing_table() -> str:
+    """Tables 1 and 2 in one, seed 0: the mean, and the worst client."""
+    header, lines = [""], dict[str, list[str]]()
+    for table, split in SPLITS.items():
+        summary = read_results(table)
+        cells = {
+            (one["column"], one["row"]): one
+            for one in summary["cells"]
+            if one["seed"] == 0 and "accuracy" in one
+        }
+        for column in dict.fromkeys(column for column, _ in cells):
+            header.append(f"{column.removesuffix(', 10 clients')}, {split}")
+            for row in summary["rows"]:
+                found = cells.get((column, row), {}).get("accuracy")
+                shown = f"{100 * found['mean']:.1f} ({100 * found['worst']:.1f})" if found else "–"
+                lines.setdefault(row, []).append(shown)
+    return markdown_table([header, *([row, *line] for row, line in lines.items() if set(line) != {"–"})])
+
+
+def standing_table() -> str:
+    """By column of Tables 1 and 2: the first, and the paired difference of each of our methods to it."""
+    lines = [["", "first", *OURS]]
+    for table, split in SPLITS.items():
+        for column, rows in collect_entries(read_results(table)).items():
+            values = by_seed(rows)
+            first = find_first(values)
+            if first is None:
+                continue
+            line = [f"{column.removesuffix(', 10 clients')}, {split}", f"{first} {show_seeds(values[first])}"]
+            for row in OURS:
+                difference = compare(values[row], values[first])
+                shown = "not run" if difference is None else show_difference(values[row], values[first])
+                bold = f"**{shown}**" if difference and difference.is_supported else shown
+                line.append("first" if row == first else bold)
+            lines.append(line)
+    return markdown_table(lines)
+
+
+def tuning_table() -> str:
+    """A row per trial, a column per setting: accuracy, and the self-weights of the layers."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in read_lines("tuning.jsonl"):
+        setting = line["partition"] + (f", learning rate {line['lr']:g}" if "lr" in line else "")
+        found.setdefault(line["trial"], {})[setting] = line
+    settings = list(dict.fromkeys(setting for trial in found.values() for setting in trial))
+    lines = [["", *settings]]
+    for trial, by_setting in found.items():
+        lines.append([f"`{trial}`", *(show_trial(by_setting.get(setting)) for setting in settings)])
+    return markdown_table(lines)
+
+
+def show_trial(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    if "failed" in line:
+        return "diverged"
+    weights = " ".join(f"{weight:.2f}" for weight in line.get("self_weights", {}).values())
+    return f"{100 * line['accuracy']:.1f}" + (f"; {weights}" if weights else "")
+
+
+JOINING_ROWS = {  # label -> key in joining.jsonl, local epochs of the unseen client
+    "Local": ("local", 50),
+    "FedAvg": ("fedavg", 0),
+    "FedAvg + fine-tuning": ("fedavg-ft 5", 5),
+    "FedAvg, fine-tuned for the whole budget": ("fedavg-ft 50", 50),
+    "pFedLA held-out, before training": ("pfedla-heldout before", 0),
+    "pFedLA held-out, joined": ("pfedla-heldout after", 50),
+    "pFedLA held-out, after its last local training": ("pfedla-heldout after_training", 50),
+}
+
+
+def joining_table() -> str:
+    """By setting: mean accuracy of the unseen clients ± standard deviation over seeds, the highest bold."""
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for line in read_lines("joining.jsonl"):
+        settings.setdefault(f"{line['dataset']}, `{line['partition']}`", []).append(line)
+    lines = [["", *settings, "local epochs of the unseen client"], *([row] for row in JOINING_ROWS)]
+    seen = ["*seen clients: FedAvg, pFedLA held-out*"]
+    for some in settings.values():
+        by_row = {
+            row: [100 * statistics.mean(line["accuracy"][key]) for line in some]
+            for row, (key, _) in JOINING_ROWS.items()
+        }
+        highest = max(statistics.mean(values) for values in by_row.values())
+        for line in lines[1:]:
+            values = by_row[line[0]]
+            mean = f"{statistics.mean(values):.1f}"
+            mean = f"**{mean}**" if statistics.mean(values) == highest else mean
+            line.append(f"{mean} ± {statistics.stdev(values):.1f}")
+        methods = ("fedavg", "pfedla-heldout")
+        means = [100 * statistics.mean(line["took_part"][name] for line in some) for name in methods]
+        seen.append(", ".join(f"{mean:.1f}" for mean in means))
+    for line in lines[1:]:
+        line.append(str(JOINING_ROWS[line[0]][1]))
+    return markdown_table([*lines, [*seen, ""]])
+
+
+def round_table() -> str:
+    import bench_round
+
+    report, parts = read_json(HERE / "results" / "round.json"), []
+    for dataset, result in report["results"].items():
+        body = [bench_round.cells(name, row) for name, row in bench_round.rows(result).items()]
+        table = markdown_table([list(bench_round.COLUMNS), *body])
+        parts.append(f"**{dataset}**\n\n{table}\n\n{bench_round.caption(result)}.")
+    peers = markdown_table([bench_round.peer_columns(report), *bench_round.peer_rows(report)])
+    return "\n\n".join([*parts, f"{peers}\n\n{bench_round.peers()['note']}"])
+
+
+def phases_table() -> str:
+    import bench_phases
+
+    runs = read_json(HERE / "results" / "phases.json")["runs"]
+    return markdown_table(
+        [bench_phases.columns(), *(bench_phases.cells(name, found) for name, found in runs.items())]
+    )
+
+
+def choice_table() -> str:
+    import bench_choice
+
+    results = read_json(HERE / "results" / "choice.json")["results"]
+    return markdown_table([bench_choice.COLUMNS, *(bench_choice.cells(found) for found in results)])
+
+
+def server_table() -> str:
+    report = read_json(HERE / "results" / "server.json")
+    sizes = (10, 100, 500, 1_000, 10_000)
+    cells: dict[str, dict[int, str]] = {}
+    for one in report["steps"]:
+        median = 1e3 * statistics.median(one["seconds"])
+        cells.setdefault(one["label"], {})[one["clients"]] = (
+            f"{median:,.0f} / {one['peak_bytes'] / 2**30:.2f}"
+        )
+    header = ["median ms / peak GiB", *(f"N = {size:,}" for size in sizes)]
+    body = [[label, *(found.get(size, "") for size in sizes)] for label, found in cells.items()]
+    whole = report["simulation"]
+    return (
+        f"{markdown_table([header, *body])}\n\nA whole simulation of {whole['rounds']} rounds, 10 of "
+        f'{whole["clients"]:,} clients with the paper\'s CNN, `hypernetwork = "compact"`, `neighbours = 5`, '
+        "all personal models evaluated and kept: "
+        f"{whole['seconds']:.0f} s, {whole['peak_bytes'] / 2**30:.2f} GiB at its peak."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "tables": readme_table,
+    "choosing": choosing_table,
+    "standing": standing_table,
+    "tuning": tuning_table,
+    "joining": joining_table,
+    "round": round_table,
+    "phases": phases_table,
+    "choice": choice_table,
+    "server": server_table,
+}
+
+
+def result_table(page: Path) -> str:
+    """The table and the figure of an experiment, for its README."""
+    name = page.parent.name
+    table = (ROOT / "results" / name / "table.md").read_text(encoding="utf-8").strip()
+    return f"{table}\n\n![{name}](../../results/{name}/figure.png)"
+
+
+def fill(page: Path) -> str:
+    """Return a page with all of its tables written anew."""
+
+    def replace(found: re.Match[str]) -> str:
+        table = result_table(page) if found["name"] == "result" else TABLES[found["name"]]()
+        return f"{found[1]}\n{table}\n\n{found[3]}"
+
+    return MARK.sub(replace, page.read_text(encoding="utf-8"))
+
+
+def list_pages() -> list[Path]:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").glob("*/README.md")]
+    return [page for page in pages if MARK.search(page.read_text(encoding="utf-8"))]
 
 
 def main() -> None:
-    for mark, make in (("round", round_tables), ("phases", phases_table), ("choice", choice_table), ("server", server_table)):
-        report = HERE / "results" / f"{mark}.json"
-        if report.exists():
-            filled(PAGE, mark, make(json.loads(report.read_text(encoding="utf-8"))))
-    for page, mark in ((RULE_PAGE, "validation"), (TUNING_PAGE, "tuning")):
-        filled(page, mark, trials_table(read_lines(f"{mark}.jsonl")))
-    filled(JOINING_PAGE, "joining", joining_table(read_lines("joining.jsonl")))
-    filled(ROOT / "README.md", "tables", readme_table())
-    filled(CHOOSING_PAGE, "choosing", choosing_table())
-    filled(TUNING_PAGE, "standing", standing_table())
-    for result in sorted((ROOT / "results").glob("*/table.md")):
-        readme = ROOT / "experiments" / result.parent.name / "README.md"
-        picture = f"![{result.parent.name}](../../results/{result.parent.name}/figure.png)"
-        filled(readme, "result", f"{result.read_text(encoding='utf-8').strip()}\n\n{picture}")
+    for page in list_pages():
+        page.write_text(fill(page), encoding="utf-8")
 
 
 if __name__ == "__main__":
