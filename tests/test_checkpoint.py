@@ -78,9 +78,7 @@ def go(
                 run.stopping = lambda: False
             for _ in run:
                 pass
-            return (
-                run._conclude()
-            )  # not finish: the folder stays as of a run that was killed before its results
+            return run._conclude()  # not finish: the folder stays as of a run that was killed before its results
     except Stopped:
         return None
     finally:
@@ -111,9 +109,11 @@ def test_save_load_continue_is_a_straight_run(name: str, tmp_path: Path) -> None
     straight = go(tmp_path / "straight", name)
     assert go(tmp_path / "cut", name, stop_after=1) is None
     assert go(tmp_path / "cut", name, drop_in=4) is None
-    assert [
-        json.loads(line)["round"] for line in (tmp_path / "cut" / "rounds.jsonl").read_text().splitlines()
-    ] == [1, 2, 3]
+    assert [json.loads(line)["round"] for line in (tmp_path / "cut" / "rounds.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]
     assert_ends_equal(go(tmp_path / "cut", name), straight)
 
 
@@ -134,9 +134,7 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
     assert_ends_equal(go(tmp_path / "long", rounds=then, evaluate_every=2), straight)
 
 
-def test_a_run_killed_between_its_last_round_and_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_between_its_last_round_and_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rounds are played, the result was not written: the end is computed from the checkpoint alone."""
     monkeypatch.setattr(pfedla.runs.run, "SNAPSHOTS", 3)  # so that the last is out of turn
     for evaluate_every in (1, 2):
@@ -210,9 +208,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[Pat
     folder = folder / "checkpoints"
     method = make("heurpfedla", batch_norm=True)
     server = method.init_server(len(SIZES), 0)
-    fresh = RunState(
-        server=server, after_training=torch.full((len(SIZES),), torch.nan), alphas=[method.alpha(server)]
-    )
+    fresh = RunState(server=server, after_training=torch.full((len(SIZES),), torch.nan), alphas=[method.alpha(server)])
     clients = {name: torch.stack([value] * len(SIZES)) for name, value in method.init_client().items()}
     clients["__trained__"] = torch.zeros(len(SIZES), dtype=torch.bool)
     identity = json.loads((folder / "round-2.json").read_text())["state"]["experiment"]
@@ -249,12 +245,7 @@ def test_no_damage_is_ever_loaded(
 
 def test_what_differs_is_named() -> None:
     before = {"seed": 0, "training": {"lr": 0.1, "augment": False}}
-    now = {
-        "seed": 1,
-        "training": {"lr": 0.1, "augment": True},
-        "model": "cnn",
-        "uploads": {"norm_bound": 3.0},
-    }
+    now = {"seed": 1, "training": {"lr": 0.1, "augment": True}, "model": "cnn", "uploads": {"norm_bound": 3.0}}
     keys = [phrase.split(":")[0] for phrase in differences(before, now)]
     assert keys == ["seed", "training.augment", "model", "uploads.norm_bound"]
     assert differences({"a": 1}, {"a": 1.0})
@@ -282,11 +273,7 @@ def test_an_added_option_leaves_a_run_resumable(tmp_path: Path, monkeypatch: pyt
     """As an older version leaves it: experiment.toml and the checkpoint know nothing of an option with a default."""
     go(tmp_path / "run", stop_after=2)
     path = tmp_path / "run" / "experiment.toml"
-    kept = [
-        line
-        for line in path.read_text().splitlines()
-        if not line.startswith(("norm_bound", "unseen_clients"))
-    ]
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(("norm_bound", "unseen_clients"))]
     path.write_text("\n".join(kept) + "\n")
     assert_ends_equal(go(tmp_path / "run"), go(tmp_path / "straight"))
 

@@ -81,9 +81,7 @@ def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None
     assert code == 0
     assert numbers(json.loads(first)) == numbers(json.loads(second))
     for client in range(4):
-        one, two = (
-            load_file(tmp_path / run / "models" / f"client-{client}.safetensors") for run in ("one", "two")
-        )
+        one, two = (load_file(tmp_path / run / "models" / f"client-{client}.safetensors") for run in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)
     one, two = ((tmp_path / run / "alpha.safetensors").read_bytes() for run in ("one", "two"))
     assert one == two
@@ -92,9 +90,7 @@ def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None
 
 
 def test_both_engines_agree(pfedla) -> None:
-    results = [
-        json.loads(pfedla("run", *QUICK, "--engine", e, "--json")[1]) for e in ("threaded", "vectorized")
-    ]
+    results = [json.loads(pfedla("run", *QUICK, "--engine", e, "--json")[1]) for e in ("threaded", "vectorized")]
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-5)
     assert results[0]["traffic"] == results[1]["traffic"]
 
@@ -111,17 +107,7 @@ def test_options_lie_over_the_file_and_set_lies_over_both(pfedla, tmp_path: Path
         '[algorithm]\nname = "pfedla"\nneighbours = 2\n'
     )  # fmt: skip
     code, *_ = pfedla(
-        "run",
-        "e.toml",
-        "--lr",
-        0.25,
-        "--set",
-        "algorithm.neighbours=all",
-        "--set",
-        "seed=3",
-        "--out",
-        "r",
-        "-q",
+        "run", "e.toml", "--lr", 0.25, "--set", "algorithm.neighbours=all", "--set", "seed=3", "--out", "r", "-q"
     )
     assert code == 0
     resolved = tomllib.loads((tmp_path / "r" / "experiment.toml").read_text())
@@ -238,9 +224,7 @@ def test_options_that_own_data_would_ignore_are_refused(pfedla, own_data: Path, 
 
 
 def test_own_clients_can_be_pooled_and_cut_anew(pfedla, own_data: Path) -> None:
-    code, out, _ = pfedla(
-        "run", "-d", own_data, "--partition", "dominant", "--clients", 2, "--rounds", 1, "--json"
-    )
+    code, out, _ = pfedla("run", "-d", own_data, "--partition", "dominant", "--clients", 2, "--rounds", 1, "--json")
     assert code == 0
     assert json.loads(out)["clients"] == 2
 
@@ -273,11 +257,7 @@ def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
             assert json.loads(out)["accuracy"] == accuracy
     for client in (1, "oslo"):  # by number, by name: its rows of the file, its test split
         code, out, _ = pfedla("evaluate", run, "--client", client, "--data", own_data, "--json")
-        assert json.loads(out) == {
-            **json.loads(out),
-            "examples": 10,
-            "accuracy": result["accuracy"]["per_client"][1],
-        }
+        assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
     code, _, err = pfedla("evaluate", run, "--client", "paris")
     assert code == 2
     assert "choose one of: bern, oslo, rome" in err
@@ -303,9 +283,7 @@ def test_evaluate_takes_new_data_but_not_what_was_trained_on(pfedla, own_data: P
     code, _, err = pfedla("evaluate", "r", "--client", 0, "--data", "unsplit.npz")
     assert code == 2
     assert "trained on these examples" in err
-    np.savez(
-        "new.npz", x=arrays["x"][:9:2], y=arrays["y"][:9:2]
-    )  # one class only, no clients: legitimate test data
+    np.savez("new.npz", x=arrays["x"][:9:2], y=arrays["y"][:9:2])  # one class only, no clients: legitimate test data
     code, out, _ = pfedla("evaluate", "r", "--client", 0, "--data", "new.npz", "--json")
     assert code == 0
     assert json.loads(out)["examples"] == 5
@@ -395,16 +373,7 @@ def test_lists(pfedla) -> None:
     assert "hypernetwork_lr" in out
     assert json.loads(pfedla("algorithms", "--json")[1])["heurpfedla"]["retained_layers"] == 1
     assert pfedla("--version")[1].strip().startswith("0.")
-    for command in (
-        "run",
-        "compare",
-        "communication",
-        "evaluate",
-        "export",
-        "data list",
-        "data fetch",
-        "data show",
-    ):
+    for command in ("run", "compare", "communication", "evaluate", "export", "data list", "data fetch", "data show"):
         code, out, _ = pfedla(*command.split(), "--help")
         assert code == 0
         assert "--" in out

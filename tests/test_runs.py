@@ -23,9 +23,7 @@ SOURCE = Path(pfedla.__file__).parent
 
 
 def built_with(name: str = "pfedla", **values: Any) -> Built:
-    experiment = Experiment.parse(
-        {"algorithm": {"name": name}, "engine": {"name": "threaded", "threads": 1}, **values}
-    )
+    experiment = Experiment.parse({"algorithm": {"name": name}, "engine": {"name": "threaded", "threads": 1}, **values})
     return Built(experiment, toy_federation(), make(name))
 
 
@@ -41,9 +39,7 @@ def test_a_round_enters_at_most_twelve_files(tmp_path: Path) -> None:
     built = built_with(rounds=3, checkpoint={"rounds": 1})
     with Run(built, RunFolder(tmp_path / "run")) as run:
         run.step()  # the first builds what later ones use again
-        threading.setprofile_all_threads(trace) if sys.version_info >= (3, 12) else threading.setprofile(
-            trace
-        )
+        threading.setprofile_all_threads(trace) if sys.version_info >= (3, 12) else threading.setprofile(trace)
         sys.setprofile(trace)
         try:
             run.engine._pool.shutdown()  # the clients' threads are started again, under the trace
@@ -86,9 +82,7 @@ def test_an_error_in_evaluation_ends_the_run(engine: str) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_the_command_line_says_what_failed_in_evaluation(pfedla: Any) -> None:
-    code, _, error = pfedla(
-        "run", "-a", "broken", "-d", "digits", "--rounds", 1, "--clients", 3, "--samples", 20
-    )
+    code, _, error = pfedla("run", "-a", "broken", "-d", "digits", "--rounds", 1, "--clients", 3, "--samples", 20)
     assert code == 1
     assert "AttributeError" in error
     assert "Traceback" not in error
@@ -112,9 +106,7 @@ class HalfBroken(FedAvg):
 
 def test_one_client_that_fails_in_evaluation_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "half-broken", HalfBroken)
-    simulation = simulate(
-        toy_federation(), TinyNet(), "half-broken", rounds=1, participation=0.5, engine="threaded"
-    )
+    simulation = simulate(toy_federation(), TinyNet(), "half-broken", rounds=1, participation=0.5, engine="threaded")
     failed = {client for client, reasons in simulation.failures.items() if reasons.get("evaluation raised")}
     assert len(failed) == len(SIZES) // 2
     assert set(simulation.accuracy.isnan().nonzero().squeeze(1).tolist()) == failed

@@ -67,11 +67,7 @@ def main() -> None:
         app()
     except (Stopped, KeyboardInterrupt):
         sys.exit(EXIT_CODE)
-    except (
-        PfedlaError,
-        OSError,
-        MemoryError,
-    ) as error:  # OSError: a full disk, a folder that may not be written
+    except (PfedlaError, OSError, MemoryError) as error:  # OSError: a full disk, a folder that may not be written
         if is_debugging():
             traceback.print_exc()
         text = escape(str(error) or "out of memory")

@@ -13,6 +13,10 @@ from pfedla.core.errors import PfedlaError
 data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
 
 
+def say(text: str) -> None:
+    out_console.print(text, soft_wrap=True)
+
+
 @data_app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the data sets: what they are, which are here and where, how to get the others."""
@@ -31,14 +35,12 @@ def list_(as_json: Json = False) -> None:
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
     table.columns[0].no_wrap = True
     out_console.print(table)
-    out_console.print("`pfedla data fetch NAME` gets what is not here, and checks what is.")
-    out_console.print(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)", soft_wrap=True)
+    say("`pfedla data fetch NAME` downloads a data set, or checks it if it is here.")
+    say(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)")
 
 
 @data_app.command()
-def fetch(
-    names: Annotated[list[str], typer.Argument(help="fashion-mnist, cifar10, …: see `pfedla data list`.", metavar="NAME…")],
-) -> None:
+def fetch(names: Annotated[list[str], typer.Argument(help="Names of `pfedla data list`.", metavar="NAME…")]) -> None:
     """Download data sets from their official hosts, checked against the published checksums.
 
     What is here already is checked and left alone. One EMNIST archive holds all its six splits.
@@ -48,10 +50,10 @@ def fetch(
     for name in names:
         datasets.find(name)  # a misspelt second name is refused before the first is downloaded
     for name in names:
-        dataset, place, downloaded = datasets.fetch(name, lambda damage: out_console.print(damage, soft_wrap=True))
+        dataset, place, downloaded = datasets.fetch(name, say)
         what = f"{len(dataset.y):,} examples of {len(dataset.classes)} classes"
-        where = "embedded in the package" if place is None else f"{'downloaded to' if downloaded else 'already in'} {place}"
-        out_console.print(f"{name}: {what}, checked; {where}", soft_wrap=True)
+        where = f"{'downloaded to' if downloaded else 'already in'} {place}" if place else "in the package"
+        say(f"{name}: {what}, checked; {where}")
 
 
 @data_app.command()
@@ -60,10 +62,12 @@ def show(
     file: File = None,
     given: dict[str, Any] = {},  # noqa: B006 (never written into)
     setting: Setting = None,
-    out: Annotated[Path | None, typer.Option(help="The picture, .png, .pdf or .svg (default: federation-….png).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The figure: .png, .pdf or .svg (default: federation-….png).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a split: clients x classes as a table and a picture, and how heterogeneous the clients are.
+    """Show a split: clients x classes as a table and a figure, and how heterogeneous the clients are.
 
     Takes what `pfedla run` takes, also a finished run's folder.
 
@@ -71,14 +75,14 @@ def show(
     """
     from pfedla.core.files import safe_name
     from pfedla.data.federation import build_federation
-    from pfedla.report.split_figure import PICTURES, draw_federation, federation_table, statistics_line
+    from pfedla.report.split_figure import FORMATS, draw_federation, federation_table, statistics_line
     from pfedla.report.tables import where as federation_name
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.folder import describe_federation
     from pfedla.runs.overrides import gather
 
-    if out is not None and out.suffix.lower() not in PICTURES:
-        raise PfedlaError(f"--out {out}: the picture must end in {', '.join(PICTURES)}")
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")
     experiment = Experiment.parse(gather(file, given, setting or []))
     data, federation = build_federation(experiment.data, experiment.seed)
     described = describe_federation(federation)
@@ -87,8 +91,8 @@ def show(
     default = Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png")
     path = draw_federation(described, name, out or default)
     if as_json:
-        print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
+        print(json.dumps({"figure": str(path), "data": data.model_dump(), **described}))
         return
     out_console.print(federation_table(described, name))
-    out_console.print(statistics_line(described), soft_wrap=True)
-    out_console.print(f"picture: {path}", soft_wrap=True)
+    say(statistics_line(described))
+    say(f"figure: {path}")

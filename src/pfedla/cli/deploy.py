@@ -10,8 +10,7 @@ from pfedla.cli.options import File, Json, Quiet, Setting, out_console, with_set
 from pfedla.core.errors import PfedlaError
 
 deploy_app = typer.Typer(
-    help="A real federation on Flower: sites keep their data, a server mixes their models.",
-    no_args_is_help=True,
+    help="A real federation on Flower: sites keep their data, a server mixes their models.", no_args_is_help=True
 )
 Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR")]
 SIMULATION_ONLY = ("engine", "threads", "device", "compile", "checkpoint_every")
@@ -41,16 +40,10 @@ def init(
     ] = None,
     port: Annotated[int, deployment_option("Port of the server.", min=1, max=65535)] = 9092,
     min_clients: Annotated[
-        int,
-        deployment_option(
-            "Clients that must be online: with fewer a round waits, then the run stops.", min=1
-        ),
+        int, deployment_option("Clients that must be online: with fewer a round waits, then the run stops.", min=1)
     ] = 1,
     wait: Annotated[
-        float,
-        deployment_option(
-            "Seconds to wait for clients: at the start for all, later for --min-clients.", min=1
-        ),
+        float, deployment_option("Seconds to wait for clients: at the start for all, later for --min-clients.", min=1)
     ] = 300,
     round_timeout: Annotated[
         float, deployment_option("Seconds to wait for clients before a round continues without them.", min=1)
@@ -75,9 +68,7 @@ def init(
         raise PfedlaError("--shape and --classes belong together")
     public = [f"--{key}" for key in ("dataset", "partition", "samples") if given.get(key) is not None]
     if shape is not None and public:
-        raise PfedlaError(
-            f"{public[0]} is for a public data set; with --shape the sites bring their own data"
-        )
+        raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
     own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
     folder = folder.resolve()
@@ -86,17 +77,13 @@ def init(
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         out_console.print(commands, soft_wrap=True)
-        out_console.print(
-            f"written to {folder}; these commands are in {folder / 'README.md'}", soft_wrap=True
-        )
+        out_console.print(f"written to {folder}; these commands are in {folder / 'README.md'}", soft_wrap=True)
 
 
 @deploy_app.command()
 def local(
     folder: Folder,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds of training (default: the deployment's).")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training (default: the deployment's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the last run of this deployment.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -127,10 +114,7 @@ def local(
     rounds, quietly = rounds or deployment.experiment.rounds, quiet or as_json
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
     hint = f"resume with pfedla deploy local {folder} --resume"
-    with (
-        Interruption(quietly) as interruption,
-        Display(rounds, quiet=quietly, hint=hint) as display,
-    ):
+    with Interruption(quietly) as interruption, Display(rounds, quiet=quietly, hint=hint) as display:
         display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
         run_locally(folder, deployment.num_clients, run_folder, display, interruption, **config)
     result = read_result(run_folder / "result.json")

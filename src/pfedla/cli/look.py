@@ -9,17 +9,13 @@ from pfedla.cli.options import out_console
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(
-        help="Run folders. The folder of a `pfedla compare` means all of its runs.", metavar="RUN…"
-    ),
+    typer.Argument(help="Run folders. The folder of a `pfedla compare` means all of its runs.", metavar="RUN…"),
 ]
 
 
 def report(
     runs: Runs,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write (default: report.html in the first folder).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")] = None,
 ) -> None:
     """Write one page that shows runs: curves, clients, who borrows which layer from whom. It opens offline.
 

@@ -61,12 +61,13 @@ Track = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.", rich_help_panel="Output")]
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print the results as JSON on standard output.", rich_help_panel="Output"),
+    bool, typer.Option("--json", help="Print the results as JSON on standard output.", rich_help_panel="Output")
 ]
 
 
-def with_settings(*, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per setting that has one; the command gets those that were given as `given`."""
     places = {name: place for name, place in list_settings().items() if place.option and name not in without}
     order = sorted(only or places, key=lambda name: list(PANELS).index(places[name].section))
@@ -79,9 +80,7 @@ def with_settings(*, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) 
 
         own = [one for one in inspect.signature(command).parameters.values() if one.name != "given"]
         made = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(place)
-            )
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(place))
             for name, place in places.items()
         ]
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
@@ -127,7 +126,5 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
     words = split_words(text)
     for word in words:
         if not word.isdecimal() or len(word) > 19:
-            raise PfedlaError(
-                f"{option}: {shown(word)} is not a whole number; write for example {option} {example}"
-            )
+            raise PfedlaError(f"{option}: {shown(word)} is not a whole number; write for example {option} {example}")
     return [int(word) for word in words]

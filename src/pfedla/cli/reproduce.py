@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from pfedla.reproduction.grid import Cell, Grid
 
 RUNS = Path("runs/reproduce")
-Name = Annotated[
-    str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")
-]
+Name = Annotated[str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")]
 Datasets = Annotated[str, typer.Option("--dataset", "-d", help="Only these data sets, separated by commas.")]
-Methods = Annotated[
-    str, typer.Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")
-]
+Methods = Annotated[str, typer.Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")]
 Clients = Annotated[str, typer.Option(help="Only the columns with this number of clients: 10 or 100.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds (default: as in grid.toml).")]
 Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas (default: as in grid.toml).")]
@@ -35,14 +31,10 @@ AccountingOnly = Annotated[
 ]
 Check = Annotated[
     bool,
-    typer.Option(
-        "--check", help="Repeat one random cell of OUT/results.json that ran on this CPU model, and compare."
-    ),
+    typer.Option("--check", help="Repeat one random cell of OUT/results.json that ran on this CPU model, and compare."),
 ]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs; finished runs in it are not repeated.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")
-]
+Out = Annotated[Path | None, typer.Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")]
 
 
 def reproduce(
@@ -164,12 +156,8 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
         raise PfedlaError(f"{path} has none of the cells that were asked for, with this budget")
     here = [pair for pair in found if ran_here(pair[1])]
     if not here:
-        machines = sorted(
-            {f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found}
-        )
-        raise PfedlaError(
-            f"none of these cells ran with this torch on this CPU model, but on: {'; '.join(machines)}"
-        )
+        machines = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
+        raise PfedlaError(f"none of these cells ran with this torch on this CPU model, but on: {'; '.join(machines)}")
     cell, before = random.choice(here)
     with (
         tempfile.TemporaryDirectory() as place,

@@ -82,16 +82,11 @@ def compare(
     file: File = None,
     given: dict[str, Any] = {},  # noqa: B006 (never written into)
     algorithms: Annotated[
-        str,
-        typer.Option(
-            "--algorithms", "-a", help="Names separated by commas, or all.", rich_help_panel="Method"
-        ),
+        str, typer.Option("--algorithms", "-a", help="Names separated by commas, or all.", rich_help_panel="Method")
     ] = "all",
     seeds: Annotated[
         str | None,
-        typer.Option(
-            help="Seeds separated by commas; differences are paired over them.", rich_help_panel="Run"
-        ),
+        typer.Option(help="Seeds separated by commas; differences are paired over them.", rich_help_panel="Run"),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -144,9 +139,7 @@ def _print_comparison(rows: list[Any], folder: Path) -> None:
     lines = warnings([result for row in rows for result in row.results])
     lines.append("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
     for row in rows:
-        lines += [
-            f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)
-        ]
+        lines += [f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)]
     pictures = [folder / "comparison.md", folder / "learning_curves.png", *sorted(folder.glob("*/*.png"))]
     for line in [*lines, *(f"  {path}" for path in pictures)]:
         out_console.print(line, soft_wrap=True)

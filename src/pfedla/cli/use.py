@@ -12,10 +12,7 @@ from pfedla.cli.options import Json, Quiet, RunPath, out_console, split_words
 from pfedla.core.errors import PfedlaError
 
 Client = Annotated[
-    str,
-    typer.Option(
-        "--client", "-c", help="Whose personal model: 3, its name in your own data, or joined/NAME."
-    ),
+    str, typer.Option("--client", "-c", help="Whose personal model: 3, its name in your own data, or joined/NAME.")
 ]
 
 
@@ -52,17 +49,13 @@ def export(
     from pfedla.core.files import safe_name
     from pfedla.runs.personal import export_personal, load_personal
 
-    for path in export_personal(
-        load_personal(run, client), out or run / "export" / f"client-{safe_name(client)}"
-    ):
+    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{safe_name(client)}"):
         out_console.print(str(path), soft_wrap=True)
 
 
 def join(
     run: RunPath,
-    data: Annotated[
-        Path, typer.Option(help="file.npz with the client's x, y and perhaps test (a ready test split).")
-    ],
+    data: Annotated[Path, typer.Option(help="file.npz with the client's x, y and perhaps test (a ready test split).")],
     rounds: Annotated[int, typer.Option(min=1, max=10**6, help="Rounds that the client trains for.")] = 10,
     name: Annotated[
         str | None, typer.Option(help="What to call it: RUN/joined/NAME (default: the file's name).")
@@ -78,9 +71,7 @@ def join(
     from pfedla.runs.joining import join_run
 
     warn = Console(stderr=True, highlight=False, markup=False, quiet=quiet or as_json)
-    folder, result = join_run(
-        run, data, rounds=rounds, name=name, say=lambda line: warn.print(line, soft_wrap=True)
-    )
+    folder, result = join_run(run, data, rounds=rounds, name=name, say=lambda line: warn.print(line, soft_wrap=True))
     if as_json:
         print(json.dumps({"joined": str(folder), **result}))
         return
@@ -98,8 +89,7 @@ def join(
 
 def communication(
     dataset: Annotated[
-        str,
-        typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, …: see `pfedla data list`."),
+        str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, …: see `pfedla data list`.")
     ],
     clients: Annotated[int, typer.Option(min=1, max=10**9, help="Number of clients.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, max=10**9, help="Rounds.")] = 75,
@@ -107,9 +97,7 @@ def communication(
     retain: Annotated[
         str, typer.Option(help="Layers that stay on the client in every round, separated by commas: fc3,fc1.")
     ] = "",
-    model: Annotated[
-        str, typer.Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")
-    ] = "auto",
+    model: Annotated[str, typer.Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Compute what a run sends, in MiB (2^20 bytes), from the model alone. Retained layers save the download."""
@@ -122,9 +110,7 @@ def communication(
 
     entry = datasets.find(dataset)
     if not 0 < participation <= 1:
-        raise PfedlaError(
-            f"participation = {participation} is not possible: it should be above 0 and at most 1"
-        )
+        raise PfedlaError(f"participation = {participation} is not possible: it should be above 0 and at most 1")
     name = model_for(entry.shape) if model == "auto" else model
     layers = Layers.of(build_model(name, entry.shape, entry.num_classes, torch.Generator()))
     retained = layers.positions(split_words(retain))

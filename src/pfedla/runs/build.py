@@ -61,11 +61,7 @@ def build_around(experiment: Experiment, federation: Outline) -> Built:
 def build_own(experiment: Experiment, federation: Federation, module: nn.Module) -> Built:
     """Build an experiment around a federation and a module that the caller brings (`simulate`)."""
     task, batch_size = task_of(module), experiment.training.batch_size
-    sizes = {
-        stop - start
-        for n in set(federation.num_examples.tolist())
-        for start, stop in batch_bounds(n, batch_size)
-    }
+    sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
     task.check(federation.normalise(federation.train[0].x[: min(sizes)]), len(federation.classes))
     return _build_method(experiment, federation, task, DEFAULT_LR)
 
@@ -90,6 +86,4 @@ def _build_method(experiment: Experiment, federation: Outline, task: Classificat
             "engine": resolve_engine(experiment.engine, task.module),
         }
     )
-    return Built(
-        resolved, federation, method, note=method.notice(experiment.rounds * experiment.participation)
-    )
+    return Built(resolved, federation, method, note=method.notice(experiment.rounds * experiment.participation))

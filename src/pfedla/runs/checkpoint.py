@@ -31,9 +31,7 @@ from pfedla.runs.experiment import Experiment, upgrade
 FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
 KEPT = 2
 LINES, ALPHA, CHECKPOINTS = "rounds.jsonl", "alpha.safetensors", "checkpoints"
-SHOWN_NUMBERS = (
-    2**20
-)  # of alpha that are written again at every snapshot, for `pfedla watch`; more wait for the end
+SHOWN_NUMBERS = 2**20  # of alpha that are written again at every snapshot, for `pfedla watch`; more wait for the end
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -42,15 +40,11 @@ class RunState:
     """A run after a round. With the clients' private state it is all that the next round depends on."""
 
     server: ServerState
-    after_training: (
-        Tensor  # [clients], accuracy after the last local training; nan for a client that never trained
-    )
+    after_training: Tensor  # [clients], accuracy after the last local training; nan for a client that never trained
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     alphas: list[Tensor] = field(default_factory=list)
-    alpha_rounds: list[int] = field(
-        default_factory=list
-    )  # the round after which each was taken; 0 is the start
+    alpha_rounds: list[int] = field(default_factory=list)  # the round after which each was taken; 0 is the start
     failures: dict[int, dict[str, int]] = field(default_factory=dict)  # client -> reason -> how often
     failed_rounds: int = 0  # in a row, up to now
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, all rounds
@@ -112,17 +106,13 @@ class Checkpoints:
         tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
         tensors_path = self.path(state.round, "safetensors")
         try:
-            write_whole(
-                tensors_path, lambda path: save_file({n: v.contiguous() for n, v in tensors.items()}, path)
-            )
+            write_whole(tensors_path, lambda path: save_file({n: v.contiguous() for n, v in tensors.items()}, path))
             content = _Stored(
                 format=FORMAT,
                 experiment=dict(self.identity),
                 round=state.round,
                 traffic=asdict(state.traffic),
-                after_training=[
-                    None if math.isnan(value) else value for value in state.after_training.tolist()
-                ],
+                after_training=[None if math.isnan(value) else value for value in state.after_training.tolist()],
                 alpha_rounds=state.alpha_rounds,
                 failures={str(client): reasons for client, reasons in state.failures.items()},
                 failed_rounds=state.failed_rounds,
@@ -169,9 +159,7 @@ class Checkpoints:
         try:
             stored = _Stored.model_validate(content["state"])
             sound = content["sha256"] == _digest(content["state"]) and stored.format in (1, FORMAT)
-            sound = (
-                sound and stored.round == round and len(stored.after_training) == len(fresh.after_training)
-            )
+            sound = sound and stored.round == round and len(stored.after_training) == len(fresh.after_training)
             traffic = Traffic(**stored.traffic)
             failures = {int(client): reasons for client, reasons in stored.failures.items()}
         except (ValidationError, TypeError, KeyError, ValueError) as error:
@@ -182,9 +170,7 @@ class Checkpoints:
         tensors_path = self.path(round, "safetensors")
         alphas = None
         if fresh.alphas:
-            alphas = fresh.alphas[0].new_empty(
-                len(stored.alpha_rounds), *fresh.alphas[0].shape, device="meta"
-            )
+            alphas = fresh.alphas[0].new_empty(len(stored.alpha_rounds), *fresh.alphas[0].shape, device="meta")
         tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
         if sha256(tensors_path) != stored.tensors_sha256:
             raise PfedlaError(f"{tensors_path} is damaged: its content does not match its checksum")
@@ -256,14 +242,8 @@ def write_alpha(run: Path, state: RunState, layers: Sequence[str], *, to_disk: b
 
 
 def _flatten(server: ServerState, clients: Params, alphas: Tensor | None) -> Params:
-    named = {
-        f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()
-    }
-    return (
-        named
-        | {f"clients/{n}": v for n, v in clients.items()}
-        | ({} if alphas is None else {"alphas": alphas})
-    )
+    named = {f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()}
+    return named | {f"clients/{n}": v for n, v in clients.items()} | ({} if alphas is None else {"alphas": alphas})
 
 
 def _digest(content: Any) -> str:

@@ -36,12 +36,7 @@ class ComparisonPlan:
 
 
 def plan_comparison(
-    values: Mapping[str, Any],
-    names: list[str],
-    seeds: list[int],
-    out: Path | None = None,
-    *,
-    resume: bool = False,
+    values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
 ) -> ComparisonPlan:
     """Make one experiment per algorithm and seed.
 
@@ -71,9 +66,7 @@ def plan_comparison(
     return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
 
 
-def _split_sections(
-    values: Mapping[str, Any], names: list[str]
-) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+def _split_sections(values: Mapping[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """Return the settings common to all, and the sections of options: [algorithm], and one per algorithm."""
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():

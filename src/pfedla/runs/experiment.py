@@ -88,12 +88,7 @@ class Experiment(Section):
         """
         from pfedla.algorithms import default_options
 
-        may_change: Any = {
-            "rounds": True,
-            "checkpoint": True,
-            "engine": {"threads"},
-            "uploads": {"max_failed_rounds"},
-        }
+        may_change: Any = {"rounds": True, "checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
         values = self.model_dump(exclude=may_change, exclude_defaults=True)
         defaults = default_options(self.algorithm.name)
         options = {key: value for key, value in self.algorithm.options.items() if defaults.get(key) != value}
@@ -142,9 +137,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         if algorithm.pop("rule") == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
         known = default_options(algorithm["name"])
-        values["algorithm"] = {
-            key: value for key, value in algorithm.items() if key == "name" or key in known
-        }
+        values["algorithm"] = {key: value for key, value in algorithm.items() if key == "name" or key in known}
     return values
 
 
@@ -155,9 +148,7 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         section = where[0] if len(where) > 1 else None
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
-        return str(
-            unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields))
-        )
+        return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
     if problem["type"] == "model_type":
         return f"{key} = {shown(problem['input'])}: [{key}] is a section"
     # A union ("auto" or a number) reports each of its members.

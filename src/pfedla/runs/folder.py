@@ -27,12 +27,7 @@ from pfedla.runs.checkpoint import ALPHA, FORMAT, LINES, Checkpoints, RunState, 
 from pfedla.runs.experiment import Experiment, read_toml
 
 RUNS = Path("runs")
-EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = (
-    "experiment.toml",
-    "result.json",
-    "federation.json",
-    "environment.json",
-)
+EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
 RESUME = "choose another folder with --out, or resume it with --resume"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 MIB = 2**20
@@ -64,18 +59,14 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise PfedlaError(
-                f"{self.path} is in use by another process; wait, or choose another folder"
-            ) from None
+            raise PfedlaError(f"{self.path} is in use by another process; wait, or choose another folder") from None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self.reopened and not self.has_rounds:
-            shutil.rmtree(
-                self.path, ignore_errors=True
-            )  # it failed before anything was learned: leave nothing behind
+            shutil.rmtree(self.path, ignore_errors=True)  # it failed before anything was learned: leave nothing behind
         self._lock.release()
 
     def begin(self, experiment: Experiment, say: Callable[[str], None]) -> dict[str, Any] | None:
@@ -87,19 +78,13 @@ class RunFolder:
             before = Experiment.parse(read_toml(self.path / EXPERIMENT))
             check_same(self.path, before.identity(), experiment.identity())
             if experiment.rounds < before.rounds:
-                raise PfedlaError(
-                    f"{self.path} has {before.rounds} rounds: it can be extended, not shortened"
-                )
+                raise PfedlaError(f"{self.path} has {before.rounds} rounds: it can be extended, not shortened")
             result = read_result(self.path / RESULT) if (self.path / RESULT).exists() else None
         elif self.reopened and any(self.path.glob("[!.]*")):
-            raise PfedlaError(
-                f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out"
-            )
+            raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
         if result is not None and result["rounds"] < experiment.rounds:
             if not self.checkpoints.rounds():
-                raise PfedlaError(
-                    f"{self.path} is finished and has no checkpoint to resume; start in a new folder"
-                )
+                raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
             return None
         if not self.reopened:
             self.write(EXPERIMENT, experiment.to_toml())
@@ -128,20 +113,14 @@ class RunFolder:
             made_of["unseen"] = unseen.names
         if self.reopened and (self.path / FEDERATION).exists():
             before = read_object(self.path / FEDERATION).get("fingerprint")
-            if (
-                before and made_of["fingerprint"] and before != made_of["fingerprint"]
-            ):  # a server may not know it
-                raise PfedlaError(
-                    f"the data have changed since {self.path} was started; start in a new folder"
-                )
+            if before and made_of["fingerprint"] and before != made_of["fingerprint"]:  # a server may not know it
+                raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
         else:
             self.write_json(FEDERATION, made_of)
         if self.reopened and (self.path / ENVIRONMENT).exists():
             started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
             if changed := differences(started_on, runs_on):
-                say(
-                    f"another environment than the run was started in ({'; '.join(changed)}): the last bits may differ"
-                )
+                say(f"another environment than the run was started in ({'; '.join(changed)}): the last bits may differ")
         else:
             self.write_json(ENVIRONMENT, runs_on)
 
@@ -157,20 +136,12 @@ class RunFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            if (
-                error.errno not in DISK_ERRORS
-                if isinstance(error, OSError)
-                else "I/O error" not in str(error)
-            ):
+            if error.errno not in DISK_ERRORS if isinstance(error, OSError) else "I/O error" not in str(error):
                 raise
             usage = shutil.disk_usage(self.path if self.path.exists() else self.path.parent)
             space = f"{usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB are free"
             rounds = self.checkpoints.rounds()
-            safe = (
-                f"the checkpoint after round {rounds[-1]} is whole: use --resume"
-                if rounds
-                else "nothing was saved"
-            )
+            safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
             raise OSError(f"{self.path} cannot be written: {error}; {space}; {safe}") from error
 
 
@@ -195,14 +166,7 @@ def read_cpu_model() -> str:
     except OSError:  # not Linux
         return platform.processor()
     known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    names = (
-        "vendor_id",
-        "cpu family",
-        "model",
-        "CPU implementer",
-        "CPU part",
-        "CPU variant",
-    )  # x86's, then ARM's
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
     return " ".join(f"{name} {known[name]}" for name in names if name in known)
 
 

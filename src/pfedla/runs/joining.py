@@ -123,10 +123,7 @@ class _UnseenClient:
     def _download(self, round: int) -> tuple[Cohort, Payload, Payload]:
         """Return the cohort of this client, its download stacked, and the same on its device, not stacked."""
         cohort = Cohort(
-            round=round,
-            seed=self.seed,
-            ids=torch.tensor([self.client.number]),
-            num_examples=self.num_examples,
+            round=round, seed=self.seed, ids=torch.tensor([self.client.number]), num_examples=self.num_examples
         )
         downloads = self.method.download(self.server, cohort)
         return cohort, downloads, move(downloads.rows(0), self.client.device)
@@ -141,9 +138,7 @@ class _UnseenClient:
     def _run_round(self, round: int) -> tuple[float, int, int]:
         """Return the accuracy after training and the bytes down and up."""
         cohort, downloads, download = self._download(round)
-        outcome = attempt(
-            lambda: self.client.update(self.state, download, cohort, has_trained=self.has_trained)
-        )
+        outcome = attempt(lambda: self.client.update(self.state, download, cohort, has_trained=self.has_trained))
         if isinstance(outcome, Exception):
             text = f"the client cannot train: {type(outcome).__name__}: {outcome}"
             raise PfedlaError(text.splitlines()[0]) from outcome
@@ -154,9 +149,7 @@ class _UnseenClient:
             raise PfedlaError(what + hint)
         self.state, answer = outcome
         self.has_trained = True
-        self.server = self._restore(
-            self.method.aggregate(self.server, cohort, accepted.downloads, accepted.uploads)
-        )
+        self.server = self._restore(self.method.aggregate(self.server, cohort, accepted.downloads, accepted.uploads))
         layers = self.method.task.layers
         return answer.accuracy, int(payload_bytes(downloads, layers).sum()), answer_bytes(answer, layers)
 
@@ -199,9 +192,7 @@ def join(
     check_joining(method)
 
     def run(algorithm: Algorithm, before: ServerState) -> Joined:
-        client = _UnseenClient(
-            algorithm, before, federation=unseen, number=num_clients, experiment=experiment
-        )
+        client = _UnseenClient(algorithm, before, federation=unseen, number=num_clients, experiment=experiment)
         return client.run(range(after + 1, after + 1 + rounds))
 
     one_thread.acquire()

@@ -23,9 +23,7 @@ def gather(
         named = section.get("name", "pfedla")
         if spread and isinstance(named, str):
             overridden = {"algorithm.name", *(setting.partition("=")[0].strip() for setting in settings)}
-            own = {
-                key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in overridden
-            }
+            own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in overridden}
             values = overlay({named: own} if own else {}, values)
         elif options.get("algorithm") not in (None, named):
             values["algorithm"] = {}
@@ -51,9 +49,7 @@ def parse_setting(setting: str) -> dict[str, Any]:
     path, equals, text = setting.partition("=")
     parts = path.strip().split(".")
     if not equals or len(parts) > 2 or not all(parts):
-        raise PfedlaError(
-            f"--set {shown(setting)}: write section.key=value, for example algorithm.neighbours=5"
-        )
+        raise PfedlaError(f"--set {shown(setting)}: write section.key=value, for example algorithm.neighbours=5")
     try:
         # No option takes a NaN, but `nan` is the name of an attack.
         value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]

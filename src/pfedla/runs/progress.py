@@ -30,9 +30,7 @@ class Display:
         hint: str = "",
     ) -> None:
         self.log = log  # a file that gets every line too
-        self.hint = hint or (
-            f"resume with --resume --out {folder}" if folder else ""
-        )  # how to continue after a stop
+        self.hint = hint or (f"resume with --resume --out {folder}" if folder else "")  # how to continue after a stop
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         self.total, self.done, self.run_here = total_rounds, 0, 0
         self.label, self.accuracy = "", "…"
@@ -56,9 +54,7 @@ class Display:
             self._live.update(self._task, description=self.label, accuracy="…")
 
     def say(self, line: str) -> None:
-        with suppress(
-            OSError, SystemExit
-        ):  # rich's answer to a closed pipe; the run continues without a reader
+        with suppress(OSError, SystemExit):  # rich's answer to a closed pipe; the run continues without a reader
             self.console.print(line, soft_wrap=True)
         if self.log:
             with self.log.open("a", encoding="utf-8") as file:
@@ -109,9 +105,7 @@ class Display:
         if self._live:
             self._live.stop()
         if isinstance(error, (KeyboardInterrupt, Stopped)):
-            self.say(
-                f"stopped after {self.done} of {self.total} rounds{'; ' if self.hint else ''}{self.hint}"
-            )
+            self.say(f"stopped after {self.done} of {self.total} rounds{'; ' if self.hint else ''}{self.hint}")
 
 
 def group_by_reason(failures: Mapping[int, Failure]) -> dict[str, list[int]]:

@@ -59,9 +59,7 @@ def write_results(run: "Run") -> None:
     if simulation.alphas is not None:
         write_alpha(folder.path, run.state, run.algorithm.task.layers.names)
     elif type(simulation.algorithm).alpha is not Algorithm.alpha:
-        run.say(
-            f"the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it"
-        )
+        run.say(f"the weights of {len(simulation.models):,} clients are too many to keep: no alpha, no picture of it")
     (folder.path / "models").mkdir(exist_ok=True)
     for client, model in enumerate(simulation.models):
         target = folder.path / "models" / f"client-{client}.safetensors"

@@ -66,9 +66,7 @@ class Simulation:
         return sum(times for reason, times in counts if reason not in others)
 
     def __repr__(self) -> str:
-        mean, worst = (
-            f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy))
-        )
+        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
         return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
 
     def personal_model(self, client: int) -> nn.Module:
@@ -155,9 +153,7 @@ class Run:
         """Take the state of the last checkpoint, or a fresh one."""
         self.engine = engine
         experiment, num_examples = self.experiment, self.built.federation.num_examples
-        self.state = fresh_state(
-            self.algorithm, len(num_examples), experiment.seed, keeps_alpha=self._keeps_alpha
-        )
+        self.state = fresh_state(self.algorithm, len(num_examples), experiment.seed, keeps_alpha=self._keeps_alpha)
         if self.folder is not None and self.folder.reopened:
             loaded = self.folder.checkpoints.load_newest(self.state, engine.state())
             if loaded is not None:
@@ -260,18 +256,13 @@ class Run:
         failures, what = {}, ""
         if self.state.failed_rounds >= self.experiment.uploads.max_failed_rounds:
             count = self.state.failed_rounds
-            failures, what = (
-                round.failures,
-                f"no upload could be used in {count} rounds in a row (max_failed_rounds)",
-            )
+            failures, what = (round.failures, f"no upload could be used in {count} rounds in a row (max_failed_rounds)")
         elif round.evaluation is not None and round.evaluation.accuracy.isnan().all():
             failures, what = round.evaluation_failures, "no personal model could be evaluated"
         if not failures:
             return None
         client, failure = next(iter(failures.items()))
-        error = GaveUpError(
-            f"{what}, the last time in round {round.round}; client {client}: {explain(failure)}"
-        )
+        error = GaveUpError(f"{what}, the last time in round {round.round}; client {client}: {explain(failure)}")
         error.__cause__ = failure.error
         return error
 
@@ -306,9 +297,7 @@ class Run:
             out_of_turn = rounds % self.experiment.evaluate_every
             self._traffic = state.traffic.plus(evaluation=evaluation_bytes if out_of_turn else 0)
         chunks = in_chunks(self.algorithm, state.server, cohort)
-        models = [
-            model for chunk, downloads in chunks for model in self.engine.personal_models(chunk, downloads)
-        ]
+        models = [model for chunk, downloads in chunks for model in self.engine.personal_models(chunk, downloads)]
         return Simulation(
             algorithm=self.algorithm,
             accuracy=self._evaluation.accuracy,
@@ -396,9 +385,7 @@ def finite_mean(values: Tensor) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def run(
-    experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()
-) -> Path:
+def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
     """Run an experiment; return its run folder. With `resume`, continue the run in `out` if there is one.
 
     `track` names experiment trackers that get every round too: tensorboard, mlflow, wandb.
@@ -427,9 +414,7 @@ def simulate(
     (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows
     a progress bar; by default it does so on a terminal.
     """
-    places = {
-        name: place for name, place in list_settings().items() if place.section not in ("data", "faults")
-    }
+    places = {name: place for name, place in list_settings().items() if place.section not in ("data", "faults")}
     common = {name: value for name, value in settings.items() if name in places}
     options = {name: value for name, value in settings.items() if name not in places}
     values = overlay(nest(common), {"algorithm": {"name": algorithm, **options}})

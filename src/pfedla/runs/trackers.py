@@ -129,10 +129,7 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         wandb = import_module("wandb")
         # Without a limit it waits forever for a server that is down.
-        limit = {
-            "finish_timeout": wandb.setup().settings.finish_timeout or 300,
-            "finish_timeout_raises": True,
-        }
+        limit = {"finish_timeout": wandb.setup().settings.finish_timeout or 300, "finish_timeout_raises": True}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pfedla"),
             name=folder.name,
