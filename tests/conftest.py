@@ -183,12 +183,10 @@ def play(
     faults: Faults = NO_FAULTS,
     **how: Any,
 ) -> tuple[list[Round], Params]:
-    """Run rounds; return copies of them, as a round may write into the one before, and the clients' states."""
+    """Run rounds; return copies of them (a round may write into the last), and the clients' states."""
     server = copy.deepcopy(server) if server else algorithm.init_server(len(federation), seed)
     how = {"participation": 1.0, "evaluate_every": 1, "rounds": rounds, "seed": seed, **how}
-    simulated = engine_for(
-        algorithm, federation, engine, threads=threads, recalibrate="unsampled", faults=faults
-    )
+    simulated = engine_for(algorithm, federation, engine, threads=threads, recalibrate="unsampled", faults=faults)
     with simulated as where:
         if clients is not None:
             where.load(clients)
@@ -200,8 +198,7 @@ def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> A
     """What a cohort's training brings in, all of it sound; only of some clients, if they are named."""
     answers = engine.train(cohort, downloads)
     kept = [
-        answer if not ids or client in ids else NO_ANSWER
-        for client, answer in zip(cohort.ids, answers, strict=True)
+        answer if not ids or client in ids else NO_ANSWER for client, answer in zip(cohort.ids, answers, strict=True)
     ]
     accepted, failures = accept(engine.algorithm, {}, cohort, downloads, kept)
     assert len(accepted.cohort.ids) == (len(ids) or len(answers)), failures

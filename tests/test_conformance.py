@@ -58,13 +58,17 @@ def ends_equal(one: Ran, other: Ran, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(rounds[-1].after_training.loss, other_rounds[-1].after_training.loss, **near)
 
 
+def reload(tensors: Params) -> Params:
+    """Through a file and back, in the same order of names."""
+    loaded = load(save(tensors))
+    return {name: loaded[name] for name in tensors}
+
+
 # Reproducible, on every engine, with any interruption
 
 
 @ALL
-def test_neither_threads_nor_evaluation_change_a_bit(
-    name: str, batch_norm: bool, federation: Federation
-) -> None:
+def test_neither_threads_nor_evaluation_change_a_bit(name: str, batch_norm: bool, federation: Federation) -> None:
     """The same seed again, with another number of threads and evaluated at the end only."""
     algorithm = make(name, batch_norm=batch_norm)
     again = play(algorithm, federation, participation=0.5, threads=3, evaluate_every=100)
@@ -87,17 +91,9 @@ def test_another_seed_gives_other_numbers(name: str, federation: Federation) -> 
 def test_saved_and_loaded_it_continues_like_a_straight_run(name: str, federation: Federation) -> None:
     algorithm = make(name, batch_norm=None)
     half, clients = play(algorithm, federation, rounds=range(1, 3), participation=0.5)
-    server = {group: load(save(tensors)) for group, tensors in half[-1].server.items()}
-    traffic = half[-1].traffic
-    rest = play(
-        algorithm,
-        federation,
-        rounds=range(3, 4),
-        participation=0.5,
-        server=server,
-        clients=load(save(clients)),
-        traffic=traffic,
-    )
+    server, traffic = {group: reload(part) for group, part in half[-1].server.items()}, half[-1].traffic
+    state = {"server": server, "clients": reload(clients), "traffic": traffic}
+    rest = play(algorithm, federation, rounds=range(3, 4), participation=0.5, **state)
     ends_equal(reference(name), rest)
     assert reference(name)[0][-1].traffic == rest[0][-1].traffic
 
@@ -112,9 +108,7 @@ def test_a_cohort_of_one(name: str, federation: Federation) -> None:
     ends_equal(threaded, vectorized, tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALGORITHMS if name != "pfedhn"]
-)  # it steps client by client
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "pfedhn"])  # it steps client by client
 def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With full batches, all candidates and all examples, so that a client's number decides no draw."""
 
@@ -125,18 +119,14 @@ def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pyte
     monkeypatch.setattr(Client, "split", hold_out_the_first)
     options = {"fedala": {"sample_share": 1.0}, "pfedla-heldout": {"sketch": "exact"}}.get(name, {})
     federation, order = toy_federation(), [3, 0, 5, 1, 4, 2]
-    permuted = Federation(
-        [federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes
-    )
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
     algorithm = make(name, batch_norm=not applies(name, batch_norm=False), batch_size=1000, **options)
     straight, shuffled = (personal_models(algorithm, f, *play(algorithm, f)) for f in (federation, permuted))
     for new, old in enumerate(order):
         assert_same(shuffled[new], straight[old], tolerance=TOLERANCES.get(name, 1e-5))
 
 
-def personal_models(
-    algorithm: Algorithm, federation: Federation, played: list[Round], clients: Params
-) -> list[Params]:
+def personal_models(algorithm: Algorithm, federation: Federation, played: list[Round], clients: Params) -> list[Params]:
     with engine_for(algorithm, federation) as engine:
         engine.load(clients)
         cohort = everyone(federation.num_examples, 4, 0)
@@ -156,9 +146,7 @@ def test_nothing_handed_in_is_written_into(name: str, federation: Federation) ->
         before = copy.deepcopy((flat(server), downloads.tensors, downloads.extras, engine.state()))
         trained = received(engine, cohort, downloads)
         uploads = copy.deepcopy(trained.uploads.tensors)
-        algorithm.aggregate(
-            copy.deepcopy(server), cohort, downloads, trained.uploads
-        )  # it may write into the server
+        algorithm.aggregate(copy.deepcopy(server), cohort, downloads, trained.uploads)  # it may write into the server
         assert not engine.evaluate(cohort, downloads)[1]
         after = flat(server), downloads.tensors, downloads.extras, engine.state()
     for left, right in zip(before, after, strict=True):
@@ -176,9 +164,7 @@ def test_absent_clients_are_untouched(name: str, federation: Federation) -> None
     for client in absent:
         assert_same(take({n: v for n, v in clients.items() if n in initial}, client), initial)
     for group in ("models", "hypernetworks", "embeddings", "affinity"):  # what the server keeps per client
-        for before, after in zip(
-            start.get(group, {}).values(), played[0].server.get(group, {}).values(), strict=True
-        ):
+        for before, after in zip(start.get(group, {}).values(), played[0].server.get(group, {}).values(), strict=True):
             assert torch.equal(before[absent], after[absent])
 
 
@@ -187,9 +173,7 @@ def test_a_client_that_breaks_does_not_spoil_the_others(name: str, federation: F
     """What is not finite is refused: that client's state stays, the others' is as if it had not answered."""
     bad = federation.train[2]._replace(x=federation.train[2].x.clone())
     bad.x[:, 0] = torch.inf
-    spoiled = Federation(
-        [*federation.train[:2], bad, *federation.train[3:]], federation.test, federation.classes
-    )
+    spoiled = Federation([*federation.train[:2], bad, *federation.train[3:]], federation.test, federation.classes)
     algorithm = make(name, batch_norm=None)
     start, before = play(algorithm, federation, rounds=range(1, 2))
     played, clients = play(algorithm, spoiled, rounds=range(2, 3), server=start[0].server, clients=before)
