@@ -9,12 +9,7 @@ from conftest import TinyNet, assert_same, budget, make, play, toy_federation
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
-from pfedla.algorithms.pfedla import (
-    FreeLayerWeights,
-    LayerWeightHypernetwork,
-    layer_gradient,
-    nearest,
-)
+from pfedla.algorithms.pfedla import FreeLayerWeights, LayerWeightHypernetwork, layer_gradient, nearest
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState, generator
 from pfedla.core.layers import Layers, mix, mix_few, stack, take, weighted_mean
 from pfedla.core.settings import Training
@@ -40,9 +35,7 @@ class PlainHypernetwork(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(100, len(bias)) for bias in start["heads.bias"])
         pairs = {f"trunk.{2 * depth}": f"trunk{depth}" for depth in range(3)}
         loaded = {
-            f"{ours}.{part}": start[f"{theirs}.{part}"]
-            for ours, theirs in pairs.items()
-            for part in ("weight", "bias")
+            f"{ours}.{part}": start[f"{theirs}.{part}"] for ours, theirs in pairs.items() for part in ("weight", "bias")
         }
         self.load_state_dict(loaded, strict=False)
         for head in self.heads:
@@ -114,15 +107,11 @@ def run_in_double(
         downloads, uploads = method.download(server, cohort._replace(round=round)), []
         for i, (x, y) in enumerate(data):
             draws = generator(0, "batches", round, i)
-            order = torch.stack(
-                [torch.randperm(len(y), generator=draws) for _ in range(method.training.local_epochs)]
-            )
+            order = torch.stack([torch.randperm(len(y), generator=draws) for _ in range(method.training.local_epochs)])
             result = method.local_update(states[i], downloads.rows(i), LocalData(x, y, order))
             states[i] = result.client
             uploads.append(result.upload.tensors)
-        server = method.aggregate(
-            server, cohort, downloads, Payload(stack(uploads), torch.ones_like(downloads.sent))
-        )
+        server = method.aggregate(server, cohort, downloads, Payload(stack(uploads), torch.ones_like(downloads.sent)))
     return server
 
 
@@ -153,10 +142,7 @@ def test_layers_group_weight_and_bias_and_leave_statistics_apart() -> None:
 
 
 def test_mix_by_hand() -> None:
-    models = {
-        "weight": torch.tensor([[[1.0]], [[3.0]], [[8.0]]]),
-        "bias": torch.tensor([[0.0], [2.0], [4.0]]),
-    }
+    models = {"weight": torch.tensor([[[1.0]], [[3.0]], [[8.0]]]), "bias": torch.tensor([[0.0], [2.0], [4.0]])}
     alpha = torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 0.0, 1.0]]])
     mixed = mix(alpha, models, LINE)
     assert mixed["weight"].flatten().tolist() == [0.5 + 0.75 + 2.0, 8.0]
@@ -227,9 +213,7 @@ def test_closed_form_equals_autograd_through_the_stacked_models(options: dict) -
     algorithm, server, cohort = double_server(**options)
     downloads = algorithm.download(server, cohort)
     delta = {name: torch.randn_like(value) for name, value in downloads.tensors.items()}
-    uploads = Payload(
-        {name: value + delta[name] for name, value in downloads.tensors.items()}, downloads.sent
-    )
+    uploads = Payload({name: value + delta[name] for name, value in downloads.tensors.items()}, downloads.sent)
     after = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, uploads)["hypernetworks"]
     leaves = {name: value.clone().requires_grad_() for name, value in server["hypernetworks"].items()}
     alpha, objective = algorithm._network(4).alpha(leaves), torch.zeros(())
@@ -250,9 +234,7 @@ def test_the_step_is_taken_at_the_snapshot_the_mix_was_made_of() -> None:
     server["models"] = {"weight": torch.tensor([[[1.0], [0.0]], [[3.0], [0.0]]])}
     downloads = algorithm.download(server, cohort)
     assert downloads.tensors["weight"].flatten(1).tolist() == [[2.0, 0.0], [2.0, 0.0]]
-    orthogonal = Payload(
-        {"weight": downloads.tensors["weight"] + torch.tensor([[0.0], [1.0]])}, downloads.sent
-    )
+    orthogonal = Payload({"weight": downloads.tensors["weight"] + torch.tensor([[0.0], [1.0]])}, downloads.sent)
     after = algorithm.aggregate(server, cohort, downloads, orthogonal)
     assert (algorithm.alpha(after) == 0.5).all()
     assert after["models"]["weight"].flatten(1).tolist() == [[2.0, 1.0], [2.0, 1.0]]
@@ -287,9 +269,7 @@ def test_retained_layers_are_those_of_largest_self_weight_ties_to_the_output() -
 
 def with_noise(algorithm: Algorithm) -> ServerState:
     server, noise = algorithm.init_server(3, seed=0), torch.Generator().manual_seed(0)
-    server["models"] = {
-        name: torch.randn(value.shape, generator=noise) for name, value in server["models"].items()
-    }
+    server["models"] = {name: torch.randn(value.shape, generator=noise) for name, value in server["models"].items()}
     return server
 
 
@@ -326,9 +306,7 @@ def test_neighbours_cut_renormalise_and_always_include_the_client_itself() -> No
 
 def test_equal_weights_are_cut_in_a_seeded_order_that_differs_by_client_layer_and_round() -> None:
     uniform = torch.full((20, 2, 20), 1 / 20)
-    first, again, second = (
-        cut(uniform, Cohort(r, 0, torch.arange(20), torch.ones(20)), 3) > 0 for r in (1, 1, 2)
-    )
+    first, again, second = (cut(uniform, Cohort(r, 0, torch.arange(20), torch.ones(20)), 3) > 0 for r in (1, 1, 2))
     assert (first.sum(-1) == 3).all()
     assert first.diagonal(dim1=0, dim2=2).all()
     assert torch.equal(first, again)
@@ -340,10 +318,7 @@ def test_equal_weights_are_cut_in_a_seeded_order_that_differs_by_client_layer_an
 def test_mixing_the_neighbours_equals_mixing_all_with_the_others_set_to_zero_and_reads_only_theirs() -> None:
     layers, draws = Layers.of(nn.Linear(2, 1)), torch.Generator().manual_seed(0)
     models = {"weight": torch.randn(5, 1, 2, generator=draws), "bias": torch.randn(5, 1, generator=draws)}
-    alpha, cohort = (
-        torch.rand(5, 1, 5, generator=draws).softmax(-1),
-        Cohort(1, 0, torch.arange(5), torch.ones(5)),
-    )
+    alpha, cohort = (torch.rand(5, 1, 5, generator=draws).softmax(-1), Cohort(1, 0, torch.arange(5), torch.ones(5)))
     few = mix_few(*nearest(alpha, cohort, 2), models, layers)
     assert_same(few, mix(cut(alpha, cohort, 2), models, layers), tolerance=1e-6)
     for value in models.values():

@@ -55,9 +55,7 @@ def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation
         answers = engine.train(cohort, downloads)
         for client in (1, 3):  # of 14 and 20 examples
             data = engine.client(client).local_data(cohort, downloads.rows(client), has_trained=False)
-            start = {
-                name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()
-            }
+            start = {name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()}
             F.cross_entropy(functional_call(TinyNet(), start, (data.held_out_x,)), data.held_out_y).backward()
             for layer in ("fc1", "fc2"):
                 parts = [start[f"{layer}.{part}"].grad.flatten() for part in ("weight", "bias")]
@@ -83,11 +81,7 @@ def test_the_weights_move_down_the_held_out_loss_and_nothing_else_moves_them(fed
             data = engine.client(client).local_data(cohort, downloads, has_trained=True)
             losses = []
             for hypernetworks in (server["hypernetworks"], after["hypernetworks"]):
-                mixed = (
-                    algorithm.download({**server, "hypernetworks": hypernetworks}, cohort)
-                    .rows(client)
-                    .tensors
-                )
+                mixed = algorithm.download({**server, "hypernetworks": hypernetworks}, cohort).rows(client).tensors
                 logits = functional_call(TinyNet(), mixed, (data.held_out_x,))
                 losses.append(F.cross_entropy(logits, data.held_out_y).item())
             assert losses[1] < losses[0]
@@ -120,9 +114,7 @@ def test_the_weights_stay_before_and_after_they_are_learned(federation: Federati
     assert halves == [1, 2, 3, 4, 6, 8, 9, 10, 11, 12]  # half take part: every phase lasts twice as long
 
 
-def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(
-    federation: Federation,
-) -> None:
+def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(federation: Federation) -> None:
     """The slow twin: differences of whole models, one pair at a time, in float64."""
     algorithm = make("pfedla-heldout", retained_layers=1, sketch="exact")
     server, layers = play(algorithm, federation, rounds=range(1, 3))[0][-1].server, algorithm.task.layers
@@ -138,8 +130,7 @@ def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(
         gradients = {name: uploads.extras[GRADIENT + name][i].double() for name in layers.names}
         norm = torch.cat([gradients[name] for name in counted]).norm()
         ways = {
-            n: [flat(server["models"], j, n) - flat(downloads.tensors, i, n) for j in range(6)]
-            for n in layers.names
+            n: [flat(server["models"], j, n) - flat(downloads.tensors, i, n) for j in range(6)] for n in layers.names
         }
         distance = sum(torch.stack(ways[name]).square().sum(1) for name in counted).mean().sqrt()
         for layer, name in enumerate(layers.names):
@@ -154,15 +145,11 @@ def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(
 
 def test_a_damped_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:
     network, free = LayerWeightHypernetwork(num_senders=3, num_layers=2), FreeLayerWeights(3, 2)
-    tensors = {
-        name: value.double() for name, value in network.init(2, torch.Generator().manual_seed(0)).items()
-    }
+    tensors = {name: value.double() for name, value in network.init(2, torch.Generator().manual_seed(0)).items()}
     gradient = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1)).double()
     compact = free.step({"logits": torch.zeros(2, 2, 3, dtype=torch.float64)}, gradient, 0.5)
     moved = network.step(tensors, gradient, 0.5, damped=True)
-    torch.testing.assert_close(
-        network.alpha(moved), free.alpha(compact)
-    )  # with heads of zero the trunk is still
+    torch.testing.assert_close(network.alpha(moved), free.alpha(compact))  # with heads of zero the trunk is still
     plain, damped = (network.step(moved, gradient, 0.5, damped=damped) for damped in (False, True))
     share = 0.1 / (1 + features_of(moved).square().sum(-1))
     for name in ("embedding", "trunk1.weight"):
@@ -184,9 +171,7 @@ def test_inner_products_of_sketches_are_unbiased_and_as_accurate_as_promised() -
     draws, size = torch.Generator().manual_seed(0), 32
     x, y = torch.randn(2, 1, 5000, generator=draws) + torch.arange(5000) / 2500  # not centred, not alike
     hashes = [draw_hash(0, round, 1)[0] for round in range(400)]
-    errors = torch.stack(
-        [(count_sketch(x, c, size) * count_sketch(y, c, size)).sum() - (x * y).sum() for c in hashes]
-    )
+    errors = torch.stack([(count_sketch(x, c, size) * count_sketch(y, c, size)).sum() - (x * y).sum() for c in hashes])
     bound = x.norm() * y.norm() * (2 / size) ** 0.5
     assert errors.std() < 1.1 * bound
     assert errors.mean().abs() < 4 * bound / len(hashes) ** 0.5

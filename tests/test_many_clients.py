@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_same, budget, flat, make
+from conftest import TinyNet, assert_same, budget, flat, make, toy_federation
 
+from pfedla import simulate
 from pfedla.algorithms import create
 from pfedla.algorithms.pfedla import CHUNK, FreeLayerWeights, LayerWeightHypernetwork
 from pfedla.core.contracts import Algorithm, Payload, ServerState
@@ -38,9 +39,7 @@ def make_uploads(algorithm: Algorithm, downloads: Payload) -> Payload:
 
 @pytest.mark.parametrize("options", [{}, COMPACT, {"neighbours": 2}], ids=str)
 @pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout"])
-def test_a_clients_step_hardly_depends_on_who_else_answered_and_absent_clients_stay(
-    name: str, options: dict
-) -> None:
+def test_a_clients_step_hardly_depends_on_who_else_answered_and_absent_clients_stay(name: str, options: dict) -> None:
     algorithm = make(name, batch_norm=True, **options)
     before, everybody = perturb(algorithm, 10), everyone(torch.full((10,), 9), 3, 0)
     downloads = algorithm.download(before, everybody)
@@ -63,9 +62,7 @@ def test_a_failure_in_aggregate_leaves_the_server_as_it_was() -> None:
     downloads, before = algorithm.download(server, cohort), copy.deepcopy(server)
     uploads = make_uploads(algorithm, downloads)
     with pytest.raises(RuntimeError):
-        algorithm.aggregate(
-            server, cohort, downloads, uploads._replace(tensors=take(uploads.tensors, slice(0, 5)))
-        )
+        algorithm.aggregate(server, cohort, downloads, uploads._replace(tensors=take(uploads.tensors, slice(0, 5))))
     assert_same(flat(server), flat(before))
 
 
@@ -79,9 +76,7 @@ def test_the_weights_of_many_clients_are_computed_in_chunks(options: dict) -> No
     assert whole.shape == (count, 2, count)
 
 
-@pytest.mark.parametrize(
-    "network", [LayerWeightHypernetwork(5, 3), FreeLayerWeights(5, 3)], ids=["network", "compact"]
-)
+@pytest.mark.parametrize("network", [LayerWeightHypernetwork(5, 3), FreeLayerWeights(5, 3)], ids=["network", "compact"])
 def test_the_sizes_are_known_and_no_client_shares_memory_with_another(network: object) -> None:
     tensors = network.init(4, torch.Generator().manual_seed(0))
     assert sum(value[0].numel() for value in tensors.values()) == network.num_parameters
@@ -91,9 +86,7 @@ def test_the_sizes_are_known_and_no_client_shares_memory_with_another(network: o
 
 
 def test_a_hypernetwork_that_is_too_large_names_the_compact_form_where_that_fits() -> None:
-    pfedla = create(
-        "pfedla", task_of(build_model("small-cnn", (1, 8, 8), 10, torch.Generator())), budget(0.1, 1, 8)
-    )
+    pfedla = create("pfedla", task_of(build_model("small-cnn", (1, 8, 8), 10, torch.Generator())), budget(0.1, 1, 8))
     compact = pfedla.model_copy(update=COMPACT)
     pfedla.check(6_000)
     compact.check(10_000)
@@ -102,3 +95,12 @@ def test_a_hypernetwork_that_is_too_large_names_the_compact_form_where_that_fits
     for method in (pfedla, compact):
         with pytest.raises(PfedlaError, match=r"GiB(?!.*hypernetwork = )"):
             method.check(10**6)
+
+
+def test_weights_too_large_to_keep_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = simulate(toy_federation(), TinyNet(), "pfedla", rounds=2)
+    monkeypatch.setattr("pfedla.runs.run.SNAPSHOT_NUMBERS", 6 * 2 * 6 - 1)
+    result = simulate(toy_federation(), TinyNet(), "pfedla", rounds=2)
+    assert kept.alpha is not None
+    assert result.alpha is None
+    assert torch.equal(result.accuracy, kept.accuracy)

@@ -21,9 +21,7 @@ def with_frozen_weights(algorithm: Algorithm, federation: Federation, logits: to
     return algorithm.model_copy(update={"hypernetwork_lr": 0.0}), server
 
 
-def end(
-    algorithm: Algorithm, federation: Federation, server: ServerState | None = None, **how: float
-) -> Params:
+def end(algorithm: Algorithm, federation: Federation, server: ServerState | None = None, **how: float) -> Params:
     """Return everyone's personal model after three rounds."""
     played, clients = play(algorithm, federation, server=server, **how)
     with engine_for(algorithm, federation) as engine:
@@ -35,9 +33,7 @@ def end(
 
 @NORMS
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_identity_weights_are_local_bit_for_bit(
-    federation: Federation, batch_norm: bool, participation: float
-) -> None:
+def test_identity_weights_are_local_bit_for_bit(federation: Federation, batch_norm: bool, participation: float) -> None:
     pfedla, server = with_frozen_weights(
         make("pfedla", batch_norm=batch_norm), federation, 1e6 * torch.eye(len(federation)).unsqueeze(1)
     )
@@ -103,9 +99,7 @@ def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
                 rows = order[start:stop]
                 torch.nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
                 optimizer.step()
-    assert_same(
-        played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6
-    )
+    assert_same(played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6)
 
 
 def test_a_last_batch_of_one_joins_the_one_before() -> None:
@@ -115,9 +109,7 @@ def test_a_last_batch_of_one_joins_the_one_before() -> None:
     assert list(batch_bounds(1, 4)) == [(0, 1)]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALGORITHMS if name != "pfedhn"]
-)  # it steps client by client
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "pfedhn"])  # it steps client by client
 def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With full batches, all candidates and all examples: no draw by a client's number may matter."""
 
@@ -130,16 +122,10 @@ def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pyte
     options = {"fedala": {"sample_share": 1.0}, "fedfomo": {"candidates": 5}}.get(name, {})
     federation = toy_federation()
     order = [3, 0, 5, 1, 4, 2]
-    permuted = Federation(
-        [federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes
-    )
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
     algorithm = make(name, batch_norm=not applies(name, batch_norm=False), batch_size=1000, **options)
     straight, shuffled = end(algorithm, federation), end(algorithm, permuted)
-    expected = {
-        f"{new}/{n}": straight[f"{old}/{n}"]
-        for new, old in enumerate(order)
-        for n in algorithm.task.initial()
-    }
+    expected = {f"{new}/{n}": straight[f"{old}/{n}"] for new, old in enumerate(order) for n in algorithm.task.initial()}
     assert_same(shuffled, expected, tolerance=1e-4 if name == "fedfomo" else 1e-5)
 
 
@@ -147,9 +133,7 @@ def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pyte
 def test_the_weights_of_permuted_clients_are_permuted_too(form: str) -> None:
     federation = toy_federation()
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    permuted = Federation(
-        [federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes
-    )
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
     algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0, hypernetwork=form)
     straight, shuffled = (algorithm.alpha(play(algorithm, f)[0][-1].server) for f in (federation, permuted))
     assert straight.max() > 0.2  # they moved

@@ -112,23 +112,17 @@ class LayerWeightHypernetwork:
         `damped`: the logits move as in the compact form, trunk and embedding a tenth as fast. Otherwise the
         weights move ever faster once they move, because the trunk's output grows with the heads.
         """
-        body = {
-            name: value.detach().requires_grad_() for name, value in tensors.items() if "heads" not in name
-        }
+        body = {name: value.detach().requires_grad_() for name, value in tensors.items() if "heads" not in name}
         traced = features_of(body)
         features, weight, bias = traced.detach(), tensors["heads.weight"], tensors["heads.bias"]
         slope = slope_of(heads_of(tensors, features), gradient)
         pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
         ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))
         if damped:
-            share = 1 / (
-                1 + features.square().sum(-1)
-            )  # the features multiply the step of a logit by the inverse
+            share = 1 / (1 + features.square().sum(-1))  # the features multiply the step of a logit by the inverse
             slope = slope * per_client(share, slope)
             ascent = tuple(part * per_client(DAMPED_TRUNK * share, part) for part in ascent)
-        moved = {
-            name: value.detach() + lr * part for (name, value), part in zip(body.items(), ascent, strict=True)
-        }
+        moved = {name: value.detach() + lr * part for (name, value), part in zip(body.items(), ascent, strict=True)}
         # The heads' gradient is an outer product that addcmul need not hold in memory.
         moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), features[:, None, None], value=lr)
         moved["heads.bias"] = bias + lr * slope
@@ -203,9 +197,7 @@ def nearest(alpha: Tensor, cohort: Cohort, count: int) -> tuple[Tensor, Tensor]:
         best = shuffled.gather(-1, order)[:, :count]
         chosen = row.gather(-1, best)
         total = chosen.sum(-1, keepdim=True)
-        weights.append(
-            torch.where(total > 0, chosen / total, 1.0)
-        )  # zero: K = 1 and the own weight has underflowed
+        weights.append(torch.where(total > 0, chosen / total, 1.0))  # zero: K = 1 and the own weight has underflowed
         senders.append(best)
     return torch.stack(weights), torch.stack(senders)
 
@@ -273,9 +265,7 @@ class LearnedMix(Algorithm):
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {
-            "models": copies(
-                self.task.layers.parameters(self.task.initial()), num_clients
-            ),  # Θ: the last trained ones
+            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # Θ: the last trained ones
             "hypernetworks": self._network(num_clients).init(num_clients, generator(seed, "hypernetwork")),
             "progress": {"uploads": torch.zeros((), dtype=torch.int64)},  # accepted so far
         }
@@ -305,9 +295,7 @@ class LearnedMix(Algorithm):
         return Payload(mixed, sent_layers(alpha, cohort, self.num_retained))
 
     def upload_like(self, download: Payload) -> Payload:
-        return Payload(
-            download.tensors, torch.ones_like(download.sent)
-        )  # a retained layer saves the download only
+        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
         # A retained layer is the client's own, which is what it uploaded last.
@@ -316,9 +304,7 @@ class LearnedMix(Algorithm):
         started: Params = choose_one(downloads.sent, downloads.tensors, own)
         return started
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # At the snapshot that was mixed: the new θ_i would inflate the self-weight by |Δθ_i|².
         gradient = self.gradient(server, downloads, uploads)
         stepped = None if gradient is None else self._step(server, cohort.ids, downloads.sent, gradient)
@@ -351,9 +337,7 @@ class LearnedMix(Algorithm):
 
     def _start(self, client: ClientState, download: Payload) -> Params:
         layers = self.task.layers
-        received = (
-            choose(download.sent, download.tensors, client, layers) if self.num_retained else download.tensors
-        )
+        received = choose(download.sent, download.tensors, client, layers) if self.num_retained else download.tensors
         return {**received, **layers.only_statistics(client)}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
@@ -366,9 +350,7 @@ class LearnedMix(Algorithm):
         return self._start(client, download)
 
 
-def gradient_of_updates(
-    method: LearnedMix, server: ServerState, downloads: Payload, uploads: Payload
-) -> Tensor:
+def gradient_of_updates(method: LearnedMix, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor:
     """Return the gradient of the paper: <Δθ_i, θ_j> per layer (Eq. 10-11).
 
     A retained layer's part is meaningless, and `LearnedMix` ignores it.

@@ -12,15 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix, num_clients, per_client
-from pfedla.core.contracts import (
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Payload,
-    ServerState,
-    generator,
-)
+from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
 from pfedla.core.layers import Layers, Params, rows_of, take
 from pfedla.core.settings import Natural, Positive, Rate
 
@@ -74,9 +66,7 @@ class PFedLAHeldOut(LearnedMix):
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         admitted = super().admit(server, seed)
-        learning = torch.tensor(
-            self.warm_up * num_clients(admitted)
-        )  # the unseen client learns in all its rounds
+        learning = torch.tensor(self.warm_up * num_clients(admitted))  # the unseen client learns in all its rounds
         return {**admitted, "progress": {"uploads": learning}}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
@@ -97,9 +87,7 @@ class PFedLAHeldOut(LearnedMix):
         if HASH not in download.extras:
             return expected
         layers = self.task.layers
-        sizes = {
-            GRADIENT + name: size for name, size in zip(layers.names, layers.num_parameters, strict=True)
-        }
+        sizes = {GRADIENT + name: size for name, size in zip(layers.names, layers.num_parameters, strict=True)}
         limit = max(layers.num_parameters) if self.sketch == "exact" else self.sketch
         return expected._replace(extras={name: torch.empty(min(size, limit)) for name, size in sizes.items()})
 
@@ -125,9 +113,7 @@ class PFedLAHeldOut(LearnedMix):
             norms.append(gradient.square().sum(1))
             distances.append((layer_rows(downloads.tensors, layers, layer) - mean).square().sum(1) + spread)
             sizes.append(mean.square().sum().expand(len(gradient)))
-        columns = (
-            torch.where(downloads.sent, torch.stack(one, 1), 0.0).sum(1) for one in (norms, distances, sizes)
-        )
+        columns = (torch.where(downloads.sent, torch.stack(one, 1), 0.0).sum(1) for one in (norms, distances, sizes))
         return normalise(torch.stack(products, 1), *columns)
 
     # Client
