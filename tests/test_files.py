@@ -1,4 +1,4 @@
-"""Files to arrays: the official formats, damage of every kind, the real files where they are."""
+"""Files to arrays: the official formats, damage, and the real files where they are."""
 
 import gzip
 import json
@@ -11,8 +11,7 @@ import pytest
 from official import NUM, cifar_files, idx, idx_files, official_files, write
 
 from pfedla.core.errors import PfedlaError
-from pfedla.data import names
-from pfedla.data.datasets import FASHION_MNIST, KNOWN, load, state_of
+from pfedla.data.datasets import EMNIST_SPLITS, KNOWN, load, state_of
 from pfedla.data.formats import read_idx
 
 WITH_FILES = [name for name, entry in KNOWN.items() if entry.source and name != "emnist"]
@@ -24,7 +23,7 @@ def own_directory(request, tmp_path: Path, monkeypatch) -> None:
     if "real" in request.fixturenames:
         return
     monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path))
-    monkeypatch.setitem(FASHION_MNIST.__dict__, "elsewhere", None)
+    monkeypatch.setitem(KNOWN["fashion-mnist"].source.__dict__, "elsewhere", None)
 
 
 def put(name: str, files: dict[str, bytes]) -> Path:
@@ -45,7 +44,10 @@ def test_digits_are_embedded() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_idx_sets(name: str, packed: bool) -> None:
     files = idx_files(name, 70)
-    put(name, files if packed else {file.removesuffix(".gz"): gzip.decompress(content) for file, content in files.items()})
+    put(
+        name,
+        files if packed else {file.removesuffix(".gz"): gzip.decompress(content) for file, content in files.items()},
+    )
     dataset = load(name)
     assert dataset.name == name
     assert dataset.classes == KNOWN[name].classes
@@ -58,7 +60,7 @@ def test_idx_sets(name: str, packed: bool) -> None:
 
 
 def test_emnist_knows_its_six_splits_and_is_normalised_by_its_training_images() -> None:
-    assert {name for name in KNOWN if name.startswith("emnist-")} == {f"emnist-{split}" for split in names.EMNIST}
+    assert {name for name in KNOWN if name.startswith("emnist-")} == {f"emnist-{split}" for split in EMNIST_SPLITS}
     put("emnist-letters", idx_files("emnist-letters"))
     dataset = load("emnist-letters")
     assert dataset.classes[0] == "A"
@@ -84,27 +86,18 @@ def test_a_users_subset_stands_in_for_emnist_and_is_named(pfedla) -> None:
     assert len(load("emnist").y) == 2 * NUM  # the official files come first
 
 
-def test_cifar10() -> None:
-    put("cifar10", cifar_files("cifar10"))
-    dataset = load("cifar10")
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar(name: str, classes: int) -> None:
+    put(name, cifar_files(name))
+    dataset = load(name)
     assert dataset.x.shape == (6 * NUM, 3, 32, 32)
-    assert dataset.y.tolist() == [i % 10 for i in range(NUM)] * 6
+    assert dataset.y.max() == min(classes, 5 * NUM) - 1  # fine labels
     assert (dataset.x == (dataset.y[:, None] + np.array([0, 50, 100]))[:, :, None, None]).all()
-    assert dataset.classes[3] == "cat"
-
-
-def test_cifar100_has_fine_labels_and_keeps_the_coarse() -> None:
-    put("cifar100", cifar_files("cifar100"))
-    dataset = load("cifar100")
-    assert dataset.x.shape == (6 * NUM, 3, 32, 32)
-    assert dataset.y.max() == 99
-    assert (dataset.coarse == dataset.y // 5).all()
-    assert len(dataset.classes) == 100
-    assert len(dataset.coarse_classes) == 20
+    assert len(dataset.classes) == classes
 
 
 @pytest.mark.parametrize("name", WITH_FILES)
-def test_a_set_that_is_not_here_says_what_is_lacking_and_how_to_get_it(name: str, tmp_path: Path) -> None:
+def test_a_set_that_is_not_here_says_what_is_lacking_and_how_to_get_it(name: str) -> None:
     assert not state_of(name).here
     with pytest.raises(PfedlaError, match=f"`pfedla data fetch {name}`") as error:
         load(name)
@@ -113,7 +106,7 @@ def test_a_set_that_is_not_here_says_what_is_lacking_and_how_to_get_it(name: str
     lost = next(iter(files))
     put(name, {file: content for file, content in files.items() if file != lost})
     assert state_of(name).says == f"incomplete, {KNOWN[name].source.folder} lacks {lost}"
-    with pytest.raises(PfedlaError, match=f"{lost} is not in {KNOWN[name].source.home}"):
+    with pytest.raises(PfedlaError, match=f"{KNOWN[name].source.home} lacks {lost};"):
         load(name)
 
 
@@ -121,81 +114,71 @@ def test_a_set_that_is_not_here_says_what_is_lacking_and_how_to_get_it(name: str
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (idx(np.zeros((4, 2), np.uint8))[:-1], "7 bytes of data where its head says 8"),
-        (idx(np.zeros((4, 2), np.uint8)) + b"x", "9 bytes of data where its head says 8"),
-        (b"\x00\x01\x08\x01" + bytes(8), "not an IDX file"),
-        (b"\x00\x00\x0d\x01" + bytes(8), "not an IDX file"),
-        (b"\x00\x00\x08\x03\x00", "damaged or incomplete"),
-        (b"", "damaged or incomplete"),
-        (struct.pack(">HBB4I", 0, 8, 4, *[2**31] * 4), "claims"),
-        (pickle.dumps([1, 2, 3]), "not an IDX file"),
+        idx(np.zeros((4, 2), np.uint8))[:-1],
+        idx(np.zeros((4, 2), np.uint8)) + b"x",
+        b"\x00\x01\x08\x01" + bytes(8),
+        b"\x00\x00\x0d\x01" + bytes(8),
+        b"\x00\x00\x08\x03\x00",
+        b"",
+        struct.pack(">HBB4I", 0, 8, 4, *[2**31] * 4),
+        pickle.dumps([1, 2, 3]),
     ],
 )
-def test_damaged_idx_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "file-idx"
-    path.write_bytes(content)
-    with pytest.raises(PfedlaError, match=message) as error:
-        read_idx(path)
-    assert str(path) in str(error.value)
-
-
-def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "file-idx.gz"
-    path.write_bytes(gzip.compress(idx(np.zeros((400, 20), np.uint8)))[:-12])
-    with pytest.raises(PfedlaError, match="damaged or incomplete"):
-        read_idx(path)
+def test_damaged_idx_files_are_named(tmp_path: Path, content: bytes) -> None:
+    for name, written in (("file-idx", content), ("file-idx.gz", gzip.compress(content)[:-1])):
+        (tmp_path / name).write_bytes(written)
+        with pytest.raises(PfedlaError, match=name):
+            read_idx(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["mnist", "emnist-letters", "fashion-mnist"])
 @pytest.mark.parametrize(
-    ("position", "array", "message"),
+    ("position", "array"),
     [
-        (1, np.arange(NUM - 1) % 10, "has 40 images"),
-        (1, np.full(NUM, 100), "labels 100..100 where"),
-        (3, np.full(NUM, 47), "labels 47..47 where"),
-        (0, np.zeros((NUM, 28, 27)), "not images of 28x28"),
-        (2, np.zeros((0, 28, 28)), "not images of 28x28"),
+        (1, np.arange(NUM - 1) % 10),
+        (1, np.full(NUM, 100)),
+        (3, np.full(NUM, 47)),
+        (0, np.zeros((NUM, 28, 27))),
+        (2, np.zeros((0, 28, 28))),
     ],
 )
-def test_idx_files_that_do_not_fit_are_named(name: str, position: int, array: np.ndarray, message: str) -> None:
+def test_idx_files_that_do_not_fit_are_named(name: str, position: int, array: np.ndarray) -> None:
     files = idx_files(name)
     damaged = list(files)[position]
     folder = put(name, files | {damaged: gzip.compress(idx(array.astype(np.uint8)))})
-    with pytest.raises(PfedlaError, match=message) as error:
+    with pytest.raises(PfedlaError, match=str(folder / damaged)):
         load(name)
-    assert str(folder / damaged) in str(error.value)
 
 
 def test_letters_are_counted_from_one() -> None:
     files = idx_files("emnist-letters")
     put("emnist-letters", files | {list(files)[1]: gzip.compress(idx(np.zeros(NUM, np.uint8)))})
-    with pytest.raises(PfedlaError, match=r"labels 0\.\.0 where 1\.\.26 belong"):
+    with pytest.raises(PfedlaError, match=r"labels 0\.\.0, not 1\.\.26"):
         load("emnist-letters")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda content, record: content[:-1], "not whole records"),
-        (lambda content, record: content[:-record], "incomplete"),
-        (lambda content, record: content[: len(content) // 2 // record * record], "incomplete"),
-        (lambda content, record: b"", "is not in"),
-        (lambda content, record: pickle.dumps({"data": content}), "a pickle, which is never opened"),
-        (lambda content, record: bytes([200]) + content[1:], "labels out of range"),
-        (lambda content, record: content[:record] + b"\xff\xff" + content[record + 2 :], "labels out of range"),
+        lambda content, record: content[:-1],
+        lambda content, record: content[:-record],
+        lambda content, record: content[: len(content) // 2 // record * record],
+        lambda content, record: b"",
+        lambda content, record: pickle.dumps({"data": content}),
+        lambda content, record: bytes([200]) + content[1:],
+        lambda content, record: content[:record] + b"\xff\xff" + content[record + 2 :],
     ],
 )
-def test_damaged_cifar_files_are_named(name: str, damage, message: str) -> None:
+def test_damaged_cifar_files_are_named(name: str, damage) -> None:
     files = cifar_files(name)
     record = 3073 if name == "cifar10" else 3074
     damaged = next(iter(files))
     folder = put(name, files | {damaged: damage(files[damaged], record)})
-    with pytest.raises(PfedlaError, match=message) as error:
+    with pytest.raises(PfedlaError, match=damaged) as error:
         load(name)
-    assert damaged in str(error.value)
     assert str(folder) in str(error.value)
 
 
@@ -203,7 +186,7 @@ def test_a_cifar_file_of_the_published_size_must_have_the_published_checksum() -
     folder = put("cifar10", {})
     for name in KNOWN["cifar10"].source.files:
         np.zeros(30_730_000, np.uint8).tofile(folder / name)
-    with pytest.raises(PfedlaError, match=r"data_batch_1\.bin: its checksum is not the published one"):
+    with pytest.raises(PfedlaError, match=r"data_batch_1\.bin: damaged, its checksum"):
         load("cifar10")
 
 
@@ -211,7 +194,8 @@ def test_a_cifar_file_of_the_published_size_must_have_the_published_checksum() -
 
 
 @pytest.mark.parametrize(
-    ("name", "each", "training"), [("fashion-mnist", 7_000, 60_000), ("cifar10", 6_000, 50_000), ("cifar100", 600, 50_000)]
+    ("name", "each", "training"),
+    [("fashion-mnist", 7_000, 60_000), ("cifar10", 6_000, 50_000), ("cifar100", 600, 50_000)],
 )
 def test_the_real_files(real, name: str, each: int, training: int) -> None:
     real(name)
@@ -222,15 +206,6 @@ def test_the_real_files(real, name: str, each: int, training: int) -> None:
         plane = dataset.x[:training, channel]
         assert mean == pytest.approx(plane.mean(), abs=0.02)  # the documented constants, in units of 255
         assert std == pytest.approx(plane.std(), abs=0.02)
-
-
-def test_the_real_coarse_labels(real) -> None:
-    real("cifar100")
-    dataset = load("cifar100")
-    for fine, coarse in (("maple_tree", "trees"), ("apple", "fruit_and_vegetables"), ("worm", "non-insect_invertebrates")):
-        rows = dataset.y == dataset.classes.index(fine)
-        assert (dataset.coarse[rows] == dataset.coarse_classes.index(coarse)).all()
-    assert len(np.unique(dataset.coarse * 100 + dataset.y)) == 100  # every class has one superclass
 
 
 @pytest.mark.parametrize(

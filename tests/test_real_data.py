@@ -13,7 +13,6 @@ from pfedla.algorithms import ALGORITHMS
 
 pytestmark = pytest.mark.slow
 
-LEARNING, PAPERS = ("--set", "algorithm.warm_up=0"), ("--set", "algorithm.rule=paper")
 FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--partition", "classes", "--local-epochs", 2)
 
 
@@ -21,8 +20,8 @@ FEDERATION = ("-d", "fashion-mnist", "--clients", 10, "--samples", 600, "--parti
 def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
     """A few rounds of every method: finite numbers, no two alike, FedBN only where there is BatchNorm."""
     real(name)
-    small = ("--samples", 120, "--rounds", 3, "--local-epochs", 2, "--lr", 0.02)
-    code, out, err = pfedla("compare", "-a", "all", "-d", name, *small, *LEARNING, "--json")
+    small = ("--samples", 120, "--rounds", 3, "--local-epochs", 2, "--lr", 0.02, "--set", "algorithm.warm_up=0")
+    code, out, err = pfedla("compare", "-a", "all", "-d", name, *small, "--json")
     assert code == 0, err
     results = json.loads(out)
     assert results.keys() == ALGORITHMS.keys()
@@ -35,7 +34,7 @@ def test_the_whole_registry_on_real_images(pfedla, real, name: str) -> None:
 def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tmp_path: Path) -> None:
     real("fashion-mnist")
     code, _, err = pfedla(
-        "compare", "-a", "local,fedavg,pfedla,heurpfedla", *FEDERATION, "--rounds", 6, "--lr", 0.02, *PAPERS, "--out", "c", "-q"
+        "compare", "-a", "local,fedavg,pfedla,heurpfedla", *FEDERATION, "--rounds", 6, "--lr", 0.02, "--out", "c", "-q"
     )
     assert code == 0, err
     results = {name: one[0] for name, one in json.loads((tmp_path / "c" / "comparison.json").read_text()).items()}
@@ -52,11 +51,13 @@ def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tm
 
 
 @pytest.mark.parametrize("algorithm", ["pfedla", "heurpfedla"])
-def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(pfedla, real, tmp_path: Path, algorithm: str) -> None:
+def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(
+    pfedla, real, tmp_path: Path, algorithm: str
+) -> None:
     real("fashion-mnist")
     for threads in (1, 2, 3):
         code, _, err = pfedla(
-            "run", "-a", algorithm, *FEDERATION, *LEARNING, "--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q"
+            "run", "-a", algorithm, *FEDERATION, "--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q"
         )
         assert code == 0, err
     for other in ("t2", "t3"):
@@ -68,7 +69,9 @@ def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(pfedla, real,
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
-def test_the_papers_batchnorm_cnn_on_the_real_photographs(pfedla, real, tmp_path: Path, name: str, classes: int) -> None:
+def test_the_papers_batchnorm_cnn_on_the_real_photographs(
+    pfedla, real, tmp_path: Path, name: str, classes: int
+) -> None:
     real(name)
     code, out, err = pfedla("run", "-d", name, "-a", "pfedla", "--rounds", 2, "--json", "--out", "r")
     assert code == 0, err
@@ -94,9 +97,10 @@ BUILD = """
 import json, os, time
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
-from pfedla.runs.experiment import DataSection, build_federation
+from pfedla.data.federation import build_federation
+from pfedla.data.recipe import Data
 before, start = resident(), time.perf_counter()
-data, federation = build_federation(DataSection(dataset="cifar10", clients=100), 0)
+data, federation = build_federation(Data(dataset="cifar10", clients=100), 0)
 seconds = time.perf_counter() - start
 images = sum(part.x.numel() for part in (*federation.train, *federation.test))
 print(json.dumps({"seconds": seconds, "held": resident() - before, "images": images}))
@@ -128,5 +132,7 @@ def test_the_papers_batchnorm_cnn_agrees_between_engines(pfedla, tmp_path: Path)
         assert code == 0, err
         results.append(json.loads(out))
     assert results[0]["model"] == "cnn-bn"
-    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-3)  # two rounds of five epochs amplify rounding
+    assert results[0]["loss"] == pytest.approx(
+        results[1]["loss"], rel=1e-3
+    )  # two rounds of five epochs amplify rounding
     assert results[0]["traffic"] == results[1]["traffic"]

@@ -91,7 +91,7 @@ def show(
     default = Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png")
     path = draw_federation(described, name, out or default)
     if as_json:
-        print(json.dumps({"figure": str(path), "data": data.model_dump(), **described}))
+        print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
         return
     out_console.print(federation_table(described, name))
     say(statistics_line(described))

@@ -28,9 +28,7 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     except Exception as error:  # numpy parses the header as Python: a damaged one may raise anything
         raise ValueError(f"{name} does not begin as a plain array: {str(error)[:80]}") from None
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if not all(
-        0 <= length < 2**40 for length in shape
-    ):  # with a zero beside it, any length would claim no byte
+    if not all(0 <= length < 2**40 for length in shape):  # with a zero beside it, any length would claim no byte
         raise ValueError(f"{name} has an impossible shape")
     if not dtype.hasobject and (claimed != there or not dtype.itemsize):
         raise ValueError(f"{name} claims {claimed} bytes and has {there}")

@@ -25,9 +25,7 @@ class PaperCNN(nn.Module):
         channels, height, width = shape
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         if min(rows, columns) < 1:
-            raise PfedlaError(
-                f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn"
-            )
+            raise PfedlaError(f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn")
         self.conv1 = nn.Conv2d(channels, 16, 5)
         self.bn1 = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
         self.conv2 = nn.Conv2d(16, 32, 5)
@@ -99,9 +97,7 @@ def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     if len(shape) != 3 and name != "mlp":
-        raise PfedlaError(
-            f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp"
-        )
+        raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
     size = max(math.prod(shape), num_classes)
     if size <= LARGEST_MODEL:  # beyond, torch cannot even count
         with torch.device("meta"):

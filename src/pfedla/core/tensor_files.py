@@ -32,11 +32,7 @@ def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params
         with safe_open(path, framework="pt") as file:
             _check_header(path, file, expected)
             tensors = {name: file.get_tensor(name) for name in expected}
-    except (
-        OSError,
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # RuntimeError: torch cannot make a tensor of the bytes
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
         raise PfedlaError(f"{path}: cannot be read ({error})") from None
     for name, value in tensors.items():
         if finite and value.is_floating_point() and not value.isfinite().all():

@@ -34,9 +34,7 @@ class Dataset:
     def keep_classes(self, num_classes: int) -> "Dataset":
         """Return the examples of the first classes only."""
         if num_classes > len(self.classes):
-            raise PfedlaError(
-                f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes"
-            )
+            raise PfedlaError(f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes")
         if num_classes == len(self.classes):
             return self
         rows = self.y < num_classes
@@ -44,9 +42,7 @@ class Dataset:
         kept = {key: None if array is None else array[rows] for key, array in arrays.items()}
         return replace(self, classes=self.classes[:num_classes], **kept)  # type: ignore[arg-type]
 
-    def match(
-        self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str
-    ) -> "Dataset":
+    def match(self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str) -> "Dataset":
         """Number the labels as in `classes`; refuse examples that `whose` model does not take."""
         if self.x.shape[1:] != shape:
             raise PfedlaError(f"{self.name}: examples of shape {self.x.shape[1:]}, {whose} takes {shape}")

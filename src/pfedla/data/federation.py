@@ -54,9 +54,7 @@ class Outline:
 
     def check_images(self) -> None:
         if len(self.shape) != 3:
-            raise PfedlaError(
-                f"augment crops and flips images, but the examples have shape {self.shape}; leave it out"
-            )
+            raise PfedlaError(f"augment crops and flips images, but the examples have shape {self.shape}; leave it out")
 
     def normalise(self, x: Tensor) -> Tensor:
         """Scale uint8 images channel by channel to float32; other numbers are used as they are."""
@@ -142,13 +140,7 @@ def _leaked_share_among(train: Sequence[Examples], test: Sequence[Examples]) -> 
 
 
 def federation_of(
-    x: Array,
-    y: Array,
-    client: Array | None = None,
-    test: Array | None = None,
-    *,
-    seed: int = 0,
-    **settings: Any,
+    x: Array, y: Array, client: Array | None = None, test: Array | None = None, *, seed: int = 0, **settings: Any
 ) -> Federation:
     """Make a federation from your own arrays: examples, labels, and the owner of each example or a partition.
 

@@ -62,9 +62,7 @@ def read_cifar(
     """
     record = len(num_labels) + math.prod(CIFAR_IMAGE)
     counts = [_count_records(path, record) for path in files]
-    unit = max(
-        count // part for count, part in zip(counts, parts, strict=True)
-    )  # damage makes a file shorter
+    unit = max(count // part for count, part in zip(counts, parts, strict=True))  # damage makes a file shorter
     labels = np.empty((sum(counts), len(num_labels)), np.int64)
     images = np.empty((sum(counts), *CIFAR_IMAGE), np.uint8)
     start = 0

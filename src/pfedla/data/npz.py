@@ -2,6 +2,7 @@
 
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,12 @@ def load_npz(path: Path) -> Dataset:
     if missing := {"x", "y"} - arrays.keys():
         holds = ", ".join(found)[:200] or "nothing"
         raise PfedlaError(f"{path}: no array {' and '.join(sorted(missing))}; it holds: {holds}")
-    return dataset_of(path.name, **arrays)
+    return replace(dataset_of(path.name, **arrays), name=path.stem)  # errors name the file
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
     size = member.file_size
-    if member.compress_type not in (
-        zipfile.ZIP_STORED,
-        zipfile.ZIP_DEFLATED,
-    ):  # others may unpack to any size
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
         raise ValueError(f"{member.filename} is packed in a way that numpy never does")
     if size > LARGEST or (size > LARGE and size > DENSEST * member.compress_size):
         raise ValueError(f"{member.filename} would unpack to {size} bytes; save it unpacked, or save less")

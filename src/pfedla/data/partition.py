@@ -39,9 +39,7 @@ def split_dataset(dataset: Dataset, data: Data, rng: np.random.Generator) -> Spl
     samples = _find_largest(dataset, rule, data) if wanted == AUTO else wanted
     size = clients * min(samples, len(dataset.y)) * dataset.x[:1].nbytes
     if data.overlapping and size > LARGEST:  # disjoint clients hold the data set once among them
-        raise PfedlaError(
-            f"samples_per_client = {samples}: {clients} overlapping clients take {size >> 30} GiB"
-        )
+        raise PfedlaError(f"samples_per_client = {samples}: {clients} overlapping clients take {size >> 30} GiB")
     examples = rule.examples(samples)
     quotas = quotas_of(examples, require(data.test_share))
     if not _has_every_class(data, examples, quotas):

@@ -50,9 +50,7 @@ def _choose_holders(dataset: Dataset, data: Data, rng: np.random.Generator) -> A
         return assign_classes(clients, num_classes, each, rng)
     if partition == "chain":
         return _consecutive([*range(clients)], each, num_classes)
-    if (
-        partition == "toy"
-    ):  # client 0 shares two classes with client 1, one with client 5 and none with the others
+    if partition == "toy":  # client 0 shares two classes with client 1, one with client 5 and none with the others
         return _consecutive([3 * client // 2 for client in range(clients)], each, num_classes)
     return _twins(clients, num_classes, each, rng)
 
@@ -102,11 +100,7 @@ def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: np.
 
 def _choose_dominant(dataset: Dataset, data: Data, rng: np.random.Generator) -> Array:
     """All classes, of which a few random ones together make up `dominant_share`."""
-    num_classes, few, share = (
-        len(dataset.classes),
-        require(data.dominant_classes),
-        require(data.dominant_share),
-    )
+    num_classes, few, share = (len(dataset.classes), require(data.dominant_classes), require(data.dominant_share))
     if few >= num_classes:
         raise PfedlaError(f"dominant_classes = {few}, but {dataset.name} has only {num_classes} classes")
     if share <= few / num_classes:
@@ -163,9 +157,7 @@ def _deal_dirichlet(pool: Array, samples: int, data: Data, rng: np.random.Genera
         if examples.sum(1).min() >= fewest:
             return examples
     lacking = f"in {DRAWS} draws some of the {clients} clients always had fewer than {fewest} examples"
-    raise PfedlaError(
-        f"beta = {beta}: {lacking}; use a larger beta, fewer clients or more samples per client"
-    )
+    raise PfedlaError(f"beta = {beta}: {lacking}; use a larger beta, fewer clients or more samples per client")
 
 
 DEALT = {"iid": _deal_iid, "shards": _deal_shards, "dirichlet": _deal_dirichlet}

@@ -112,9 +112,7 @@ def unpack(archive: Path, target: Path, members: tuple[str, ...], digests: Mappi
                 with content as source, found[path.name].open("wb") as file:
                     shutil.copyfileobj(source, file, 2**20)
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
-            raise PfedlaError(
-                f"{archive}: damaged or incomplete ({error}); delete it, fetch it again"
-            ) from error
+            raise PfedlaError(f"{archive}: damaged or incomplete ({error}); delete it, fetch it again") from error
         for name in members:
             if name not in found:
                 raise PfedlaError(f"{archive} is not used: it has no {name}")
