@@ -48,11 +48,7 @@ def show_seeds(values: dict[int, float]) -> str:
     if not values:
         return "–"
     mean = f"{statistics.mean(values.values()):.1f}"
-    return (
-        f"{mean} ± {statistics.stdev(values.values()):.1f} ({len(values)})"
-        if len(values) > 1
-        else f"{mean} (1)"
-    )
+    return f"{mean} ± {statistics.stdev(values.values()):.1f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
 
 
 def show_difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
@@ -81,11 +77,7 @@ def choosing_table() -> str:
     header, lines = [""], dict[str, list[str]]()
     for table, split in SPLITS.items():
         summary = read_results(table)
-        cells = {
-            (one["column"], one["row"]): one
-            for one in summary["cells"]
-            if one["seed"] == 0 and "accuracy" in one
-        }
+        cells = {(one["column"], one["row"]): one for one in summary["cells"] if one["seed"] == 0 and "accuracy" in one}
         for column in dict.fromkeys(column for column, _ in cells):
             header.append(f"{column.removesuffix(', 10 clients')}, {split}")
             for row in summary["rows"]:
@@ -189,9 +181,7 @@ def phases_table() -> str:
     import bench_phases
 
     runs = read_json(HERE / "results" / "phases.json")["runs"]
-    return markdown_table(
-        [bench_phases.columns(), *(bench_phases.cells(name, found) for name, found in runs.items())]
-    )
+    return markdown_table([bench_phases.columns(), *(bench_phases.cells(name, found) for name, found in runs.items())])
 
 
 def choice_table() -> str:
@@ -207,9 +197,7 @@ def server_table() -> str:
     cells: dict[str, dict[int, str]] = {}
     for one in report["steps"]:
         median = 1e3 * statistics.median(one["seconds"])
-        cells.setdefault(one["label"], {})[one["clients"]] = (
-            f"{median:,.0f} / {one['peak_bytes'] / 2**30:.2f}"
-        )
+        cells.setdefault(one["label"], {})[one["clients"]] = f"{median:,.0f} / {one['peak_bytes'] / 2**30:.2f}"
     header = ["median ms / peak GiB", *(f"N = {size:,}" for size in sizes)]
     body = [[label, *(found.get(size, "") for size in sizes)] for label, found in cells.items()]
     whole = report["simulation"]

@@ -23,19 +23,17 @@ MORE = {  # where a section is explained
     "faults": "reliability.md#faults-on-purpose",
     "checkpoint": "reliability.md#checkpoints",
 }
-PAGES = {
-    "heurpfedla": "pfedla",
-    "model-similarity": "layer-similarity",
-}  # methods described on another's page
+PAGES = {"heurpfedla": "pfedla"}  # described on another method's page
 SHOWN_BELOW = 10**6  # larger bounds only keep nonsense out
 
 HEAD = """# The experiment file
 
 <!-- written by docs/experiment_file.py from the settings models: do not edit this page -->
 
-`pfedla run experiment.toml` takes a TOML file. Every key is optional. Unknown keys and impossible values are refused. On the
-command line, `--set section.key=value` overrides any key; the usual ones have [options of their
-own](#options-of-the-command-line). The `experiment.toml` in a run folder has every `"auto"` resolved, so it repeats the run.
+`pfedla run experiment.toml` takes a TOML file. Every key is optional. Unknown keys and impossible values are
+refused. On the command line, `--set section.key=value` overrides any key; the usual ones have
+[options of their own](#options-of-the-command-line). The `experiment.toml` in a run folder has every `"auto"`
+resolved, so it repeats the run.
 
 ```toml
 seed = 0
@@ -66,9 +64,7 @@ def describe_value(schema: dict[str, Any]) -> str:
     bounds = {"from": "minimum", "above": "exclusiveMinimum", "to": "maximum", "below": "exclusiveMaximum"}
     for word, name in bounds.items():
         if name in schema and abs(schema[name]) < SHOWN_BELOW:
-            kind += (
-                f" {word} {schema[name]:,}" if isinstance(schema[name], int) else f" {word} {schema[name]:g}"
-            )
+            kind += f" {word} {schema[name]:,}" if isinstance(schema[name], int) else f" {word} {schema[name]:g}"
     return kind
 
 

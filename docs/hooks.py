@@ -1,7 +1,8 @@
-"""The site and the repository are read from the same Markdown files: what one of them does not know is put right here.
+"""Build the site from the Markdown files that GitHub shows too.
 
-On GitHub a page may point out of docs/ (../experiments/table1/README.md, ../results/table1/figure.png). The site gets these
-files at the same place below its root; a link to what it has not (a folder, a source file) becomes the path in the repository.
+On GitHub a page may link out of docs/ (../experiments/table1/README.md, ../results/table1/figure.png). The
+site gets these files at the same place below its root. A link to anything else (a folder, a source file)
+becomes the path in the repository.
 """
 
 import posixpath
@@ -14,26 +15,26 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/*/README.md")
 PICTURES = ("results/*/*.png", "benchmarks/results/*.png")
-HOME = "index.md"  # of the site, in the place of the repository's README.md
+HOME = "index.md"  # of the site, in place of README.md
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^ *(```|~~~)")
 
 
-def outside() -> dict[str, Path]:
-    """What the site has of the files outside docs/, by their place in both."""
+def list_outside() -> dict[str, Path]:
+    """Return the files outside docs/ that the site has, by their path."""
     found = (path for pattern in (*PAGES, *PICTURES) for path in sorted(ROOT.glob(pattern)))
     return {path.relative_to(ROOT).as_posix(): path for path in found}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for uri, path in outside().items():
+    for uri, path in list_outside().items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
-    place = uri if uri in outside() else f"docs/{uri}"
+    place = uri if uri in list_outside() else f"docs/{uri}"
     return "\n".join(_lines(markdown, place, uri, {file.src_uri for file in files}))
 
 
@@ -45,7 +46,7 @@ def _lines(markdown: str, place: str, uri: str, there: set[str]) -> list[str]:
             fenced = not fenced
         elif not fenced:
             before = lines[-1] if lines else ""
-            # GitHub begins a list or a table right after a line of text, Python-Markdown only after an empty one.
+            # GitHub begins a list or table after a line of text, Python-Markdown after an empty line.
             if _begins(line, before, "- ") or _begins(line, before, "|"):
                 lines.append("")
             line = LINK.sub(lambda found: _link(found, place, uri, there), line)

@@ -1,28 +1,74 @@
-"""What the documents say is executed."""
+"""What the documents say is run: Python, the tutorials, the options of commands, the generated pages, the site."""
 
+import ast
 import doctest
-import itertools
+import importlib.util
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-from blocks import ROOT, TUTORIALS, blocks
+from typer.main import get_command
 
-import pfedla
-from pfedla import hypernetworks, layers
+import pfedla as package
 from pfedla.algorithms import ALGORITHMS, options_model
-from pfedla.data.datasets import KNOWN
+from pfedla.algorithms import pfedla as hypernetworks
+from pfedla.cli import app
+from pfedla.core import layers
+from pfedla.core.models import MODELS
+from pfedla.runs.experiment import Experiment
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "experiments").rglob("*.md")),
+]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.S | re.M)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the `pfedla` commands of a block, without comments."""
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
+    plain = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
+    return [line for line in plain if line.startswith("pfedla ")]
+
+
+def page_commands(page: Path) -> list[str]:
+    """Return the `pfedla` commands of a page, in fenced and in indented blocks."""
+    indented = re.findall(r"^    (pfedla .*)$", page.read_text(encoding="utf-8"), re.M)
+    return commands_of("\n".join([*blocks(page, "sh"), *indented]))
+
+
+def script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a script of the repository."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Code
 
 
 @pytest.mark.parametrize("module", [layers, hypernetworks])
-def test_docstrings(module) -> None:
+def test_docstrings(module: ModuleType) -> None:
     outcome = doctest.testmod(module)
     assert outcome.attempted > 0
     assert outcome.failed == 0
@@ -34,109 +80,137 @@ def test_examples(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
-def commands(document: Path) -> list[str]:
-    found = [command for block in blocks(document) if block.language == "sh" for command in block.commands]
-    return [command for command in found if command.startswith("pfedla ") and not command.startswith("pfedla watch ")]
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_python_of_the_start_pages(page: str) -> None:
+    namespace: dict[str, Any] = {}
+    for block in blocks(ROOT / page, "python"):
+        exec(re.sub(r"rounds=\d+", "rounds=2", block), namespace)
+    assert namespace["result"].accuracy.isfinite().all()
 
 
-DOCUMENTED = [
-    (path.name, command)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    if path not in TUTORIALS  # these are played from top to bottom, in test_site.py
-    for command in commands(path)
-]
+def test_python_of_the_run_folder(pfedla) -> None:
+    """The page has a run on Fashion-MNIST; here it is on digits."""
+    pfedla("run", "--rounds", 1, "--local-epochs", 1, "--out", "runs/first", "-q")
+    pfedla("export", "runs/first", "--client", 3)
+    for block in blocks(ROOT / "docs" / "results.md", "python"):
+        small = block.replace(", num_classes=10, batch_norm=False", ", num_classes=10").replace("28, 28", "8, 8")
+        exec(small.replace("PaperCNN", "SmallCNN"), {})
 
 
-def marked(command: str) -> Any:
-    """Several methods take their time, and so does loading a tracker."""
-    takes_long = any(word in command for word in ("compare", "--track"))
-    return pytest.param(command, marks=pytest.mark.slow if takes_long else (), id=command)
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Remove what a tutorial registers."""
+    before = [(registry, dict(registry)) for registry in (ALGORITHMS, MODELS)]
+    yield
+    for registry, content in before:
+        registry.clear()
+        registry.update(content)
 
 
-@pytest.mark.parametrize("command", [marked(command) for command in sorted({command for _, command in DOCUMENTED})])
-def test_documented_commands(pfedla, command: str, tmp_path: Path) -> None:
-    """Every `pfedla` command of the README and the docs, with its rounds cut short; RUN is a run made here."""
-    words = shlex.split(command)[1:]
-    if words[0] != "communication":  # the real data have tests of their own
-        words = ["digits" if word in KNOWN else word for word in words]
-    if "--samples" in words:
-        words[words.index("--samples") + 1] = "40"
-    if words[0] in ("evaluate", "export", "join", "report") or "--resume" in words:
-        for folder in itertools.takewhile(lambda word: not word.startswith("-"), words[1:]):
-            pfedla("run", "--rounds", 1, "--out", folder, "-q")
-    newcomer = next((word.removeprefix("joined/") for word in words if word.startswith("joined/")), None)
-    if words[0] == "join" or newcomer:
-        x = np.random.default_rng(0).integers(0, 17, (40, 8, 8), np.uint8)  # as digits are
-        np.savez("new.npz", x=x, y=np.arange(40) % 10)
-    if newcomer:
-        pfedla("join", words[1], "--data", "new.npz", "--name", newcomer, "--rounds", 1, "-q")
-    if words[0] == "join":
-        words += ["--rounds", "1"]
-    if "--resume" in words:
-        words += ["--rounds", "2"]
-    elif words[0] in ("run", "compare"):
-        experiment = next((word for word in words if word.endswith(".toml")), None)
-        if experiment:
-            words[words.index(experiment)] = str(ROOT / experiment)
-        words += ["--rounds", "1", "--local-epochs", "1"]
-    code, _, err = pfedla(*words)
-    assert code == 0, err
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorials_run_from_top_to_bottom(pfedla, registries, page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "tutorial"}
+    for language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            exec(compile(text, page.name, "exec"), namespace)
+        for command in commands_of(text) if language == "sh" else []:
+            code, _, err = pfedla(*shlex.split(re.sub(r"--rounds \d+", "--rounds 2", command))[1:])
+            assert code == 0, f"{command}: {err}"
 
 
-def test_the_documents_are_finished_and_have_commands() -> None:
-    assert len(DOCUMENTED) >= 5
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")]:
-        text = path.read_text(encoding="utf-8")
-        assert "@@" not in text, path
-        for target in re.findall(r"\]\(((?!http)[^)#]+)", text):
-            assert (path.parent / target).exists(), f"{path}: {target}"
+# Commands and settings
+
+
+def test_every_command_can_be_parsed() -> None:
+    for page, command in ((page, command) for page in PAGES for command in page_commands(page)):
+        kind: Any = get_command(app)
+        name, *words = shlex.split(command)
+        while hasattr(kind, "commands") and words:
+            name = words.pop(0)
+            assert name in kind.commands, f"{page}: {command}"
+            kind = kind.commands[name]
+        kind.make_context(name, words)  # raises for an option that does not exist
+
+
+def test_settings_in_the_documents_are_valid() -> None:
+    for page in PAGES:
+        for block in blocks(page, "toml"):
+            Experiment.parse(tomllib.loads(block))
+    assert Experiment.parse(tomllib.loads((ROOT / "examples" / "experiment.toml").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_method_has_a_page_with_its_options(name: str) -> None:
     page = ROOT / "docs" / "algorithms" / f"{'pfedla' if name == 'heurpfedla' else name}.md"
     text = page.read_text(encoding="utf-8")
-    assert all(f"`{option}`" in text for option in options_model(ALGORITHMS[name]).model_fields), page
-    if name != "model-similarity":  # described with layer-similarity
-        assert "ersonal model" in text
-        assert "ost" in text
+    inherited = options_model(ALGORITHMS["pfedla"]).model_fields if name == "pfedla-heldout" else ()
+    assert all(
+        f"`{option}`" in text for option in options_model(ALGORITHMS[name]).model_fields if option not in inherited
+    )
+    assert f"algorithms/{page.name}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def test_python_blocks_of_the_docs(pfedla) -> None:
-    """They use the run of the README, here on digits; shapes and module are put in its place."""
-    pfedla("run", "--rounds", 1, "--local-epochs", 1, "--out", "runs/first", "-q")
-    pfedla("export", "runs/first", "--client", 3)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 2
-    for block in blocks:
-        small = block.replace("PaperCNN((1, 28, 28), num_classes=10, batch_norm=False)", "SmallCNN((1, 8, 8), num_classes=10)")
-        exec(small.replace("PaperCNN", "SmallCNN").replace("28, 28", "8, 8"), {})
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(((?!http)[^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert {"demo", "test"} <= named
-    assert all(re.search(rf"^{target}:", makefile, re.M) for target in named)
+# Generated pages
 
 
-def test_public_names_are_there() -> None:
-    assert all(hasattr(pfedla, name) for name in pfedla.__all__)
+def test_the_reference_of_the_experiment_file_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script(ROOT / "docs" / "experiment_file.py", monkeypatch)
+    assert made.PAGE.read_text(encoding="utf-8") == made.render(), "run python docs/experiment_file.py"
+
+
+def test_the_tables_of_the_documents_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script(ROOT / "benchmarks" / "fill_docs.py", monkeypatch)
+    pages = made.list_pages()
+    assert len(pages) > 12
+    for page in pages:
+        assert made.fill(page) == page.read_text(encoding="utf-8"), f"{page}: run python benchmarks/fill_docs.py"
+
+
+# The package
+
+
+def test_public_names_are_listed() -> None:
+    assert {"simulate", "Run", "Experiment", "mix"} <= set(dir(package))
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 def test_help_does_not_load_torch() -> None:
-    code = "import sys; from pfedla.cli import app; assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    code = "import sys; from pfedla.cli import app; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
 
 
-def test_nothing_unpickles() -> None:
+def test_nothing_unpickles_and_no_function_is_long() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^\s*(import|from) (pickle|dill|joblib|cloudpickle)", text, re.M), path
         assert "allow_pickle=True" not in text, path
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
 
 
-def test_no_file_is_longer_than_one_sitting() -> None:
-    for path in (ROOT / "src").rglob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 320, path
+# The site
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=\"?(https?:)?//", html), page
+        assert not re.search(r"<link[^>]*rel=\"?(stylesheet|preconnect)[^>]*href=\"?(https?:)?//", html), page
+    reproduction = (tmp_path / "site/reproduction/index.html").read_text(encoding="utf-8")
+    assert 'href="../experiments/table1/"' in reproduction
+    assert "<code>experiments</code>" in reproduction  # a folder is named, not linked
+    assert (tmp_path / "site/results/table1/figure.png").exists()

@@ -5,6 +5,8 @@ import http.client
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +17,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pfedla import report
 from pfedla.core.errors import PfedlaError
-from pfedla.report.figures import read_alpha, read_rounds
-from pfedla.report.order import by_labels, by_weights
-from pfedla.report.page import page, write_page
-from pfedla.report.page_data import PAGE_WEIGHTS, page_data
+from pfedla.report.figures import draw_run
+from pfedla.report.order import order_by_labels, order_by_weights
+from pfedla.report.page import render_page, write_page
+from pfedla.report.page_data import PAGE_WEIGHTS, collect_page_data
+from pfedla.report.reading import read_alpha, read_result, read_rounds
 from pfedla.report.watch import Watcher
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -28,18 +32,14 @@ NAMES = ["</script><script>alert(1)</script>", "=1+1", "Ärzte & Söhne"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A real run of pFedLA, and one of Local on the same federation."""
-    from pfedla.runs.experiment import Experiment
-    from pfedla.runs.result import run
+    """Return a run of HeurpFedLA, and one of Local on the same federation."""
+    from pfedla import Experiment, run
 
     place = tmp_path_factory.mktemp("runs")
-    common: dict[str, Any] = {
-        "rounds": 8, "training": {"local_epochs": 2}, "data": {"dataset": "digits", "partition": "dominant", "clients": 6},
-    }  # fmt: skip
-    learned = {"name": "heurpfedla", "warm_up": 1, "learning_rounds": 6}
+    data = {"dataset": "digits", "partition": "dominant", "clients": 6}
+    common: dict[str, Any] = {"rounds": 8, "training": {"local_epochs": 2}, "data": data}
     return [
-        run(Experiment.parse({**common, "algorithm": learned}), place / "heurpfedla"),
-        run(Experiment.parse({**common, "algorithm": {"name": "local"}}), place / "local"),
+        run(Experiment.parse({**common, "algorithm": {"name": name}}), place / name) for name in ("heurpfedla", "local")
     ]
 
 
@@ -51,7 +51,7 @@ def copied(run: Path, place: Path) -> Path:
 
 
 def test_the_page_holds_the_numbers_of_the_run(runs: list[Path]) -> None:
-    found = page_data(runs)["runs"]
+    found = collect_page_data(runs)["runs"]
     result, lines = json.loads((runs[0] / "result.json").read_text()), read_rounds(runs[0])
     assert [run["name"] for run in found] == ["heurpfedla", "local"]
     assert found[0]["final"]["mean"] == result["accuracy"]["mean"]
@@ -64,7 +64,7 @@ def test_the_page_holds_the_numbers_of_the_run(runs: list[Path]) -> None:
 
 def test_weights_are_packed_to_the_last_of_65535_parts(runs: list[Path]) -> None:
     alpha, _, rounds = read_alpha(runs[0]) or pytest.fail("no alpha")
-    packed = page_data(runs[:1])["runs"][0]["alpha"]
+    packed = collect_page_data(runs[:1])["runs"][0]["alpha"]
     numbers = np.frombuffer(base64.b64decode(packed["values"]), "<u2").reshape(alpha.shape) / 65535
     assert np.abs(numbers - alpha).max() <= 0.5 / 65535 + 1e-6
     own = np.diagonal(alpha, axis1=1, axis2=3).mean(-1)
@@ -74,10 +74,10 @@ def test_weights_are_packed_to_the_last_of_65535_parts(runs: list[Path]) -> None
 
 def test_several_seeds_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
     twin = copied(runs[0], tmp_path / "again")
-    assert [run["name"] for run in page_data([runs[0], twin])["runs"]] == ["heurpfedla", "again"]
+    assert [run["name"] for run in collect_page_data([runs[0], twin])["runs"]] == ["heurpfedla", "again"]
     text = (twin / "experiment.toml").read_text().replace("seed = 0", "seed = 1")
     (twin / "experiment.toml").write_text(text)
-    data = page_data([runs[0], twin])
+    data = collect_page_data([runs[0], twin])
     assert [run["name"] for run in data["runs"]] == ["heurpfedla, seed 0", "heurpfedla, seed 1"]
     assert data["differs"] == [["seed", "0", "1"]]
 
@@ -87,21 +87,20 @@ def test_a_run_that_goes_on_has_a_page(runs: list[Path], tmp_path: Path) -> None
     (going / "result.json").unlink()
     lines = (going / "rounds.jsonl").read_text().splitlines(keepends=True)
     (going / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:20])  # the fourth is being written
-    (found,) = page_data([going])["runs"]
+    (found,) = collect_page_data([going])["runs"]
     assert (found["finished"], found["played"], found["rounds"]) == (False, 3, 8)
     assert found["clients"] == []
     (going / "rounds.jsonl").unlink()
-    assert page_data([going])["runs"][0]["final"] is None
+    assert collect_page_data([going])["runs"][0]["final"] is None
 
 
-def test_unseen_clients_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
-    assert page_data(runs)["runs"][0]["unseen"] is None
+def test_unseen_clients_have_numbers_of_their_own(runs: list[Path], tmp_path: Path) -> None:
     run = copied(runs[0], tmp_path / "unseen")
-    result = json.loads((run / "result.json").read_text())
-    means = {"accuracy_before": 0.25, "accuracy": 0.75, "accuracy_alone": 0.5}
-    result["unseen"] = {"clients": ["6", "7"], "rounds": 10, **{key: {"mean": value} for key, value in means.items()}}
-    (run / "result.json").write_text(json.dumps(result))
-    assert page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
+    result = read_result(run / "result.json")
+    means = {"accuracy_before": 0.25, "accuracy": 0.75, "accuracy_alone": 0.5, "accuracy_after_training": 0.0}
+    spreads = {key: dict.fromkeys(("mean", "std", "p10", "worst"), value) for key, value in means.items()}
+    (run / "result.json").write_text(json.dumps({**result, "unseen": {"clients": ["6", "7"], "rounds": 10, **spreads}}))
+    assert collect_page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
 
 
 def test_federations_that_are_not_known_are_like_no_other(runs: list[Path], tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_federations_that_are_not_known_are_like_no_other(runs: list[Path], tmp_
     for run in unknown:
         federation = json.loads((run / "federation.json").read_text()) | {"fingerprint": "", "train": [], "test": []}
         (run / "federation.json").write_text(json.dumps(federation))
-    prints = [run["fingerprint"] for run in page_data([*runs, *unknown])["runs"]]
+    prints = [run["fingerprint"] for run in collect_page_data([*runs, *unknown])["runs"]]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 
@@ -121,53 +120,67 @@ def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
     (run / "result.json").write_text(json.dumps({**result, "attackers": [1], "honest": honest}))
     lines = [{**line, "honest": {"accuracy": {**line["accuracy"], "mean": 0.25}}} for line in read_rounds(run)]
     (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (found,) = page_data([run])["runs"]
+    (found,) = collect_page_data([run])["runs"]
     assert [client["attacks"] for client in found["clients"]] == [False, True, False, False, False, False]
     assert (found["final"]["mean"], found["final"]["after"]) == (0.125, 0.125)
     assert {(point["mean"], point["after"]) for point in found["curve"]} == {(0.25, None)}
     assert found["warnings"]
     (run / "result.json").unlink()
-    (found,) = page_data([run])["runs"]
+    (found,) = collect_page_data([run])["runs"]
     assert (found["final"]["mean"], found["final"]["after"]) == (0.25, None)
     assert "attack" in found["warnings"][0]
 
 
-def test_a_run_that_has_only_just_begun_says_so(runs: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "key"),
+    [
+        ("federation.json", None, "federation.json"),
+        ("federation.json", "{", "federation.json"),
+        ("experiment.toml", None, "not a run folder"),
+        ("alpha.safetensors", "", "alpha.safetensors"),
+        ("rounds.jsonl", '{"round": 1}\n', "rounds.jsonl"),
+        ("result.json", '{"format": 3}', "format"),
+    ],
+)
+def test_what_is_missing_or_damaged_is_named(
+    runs: list[Path], tmp_path: Path, file: str, content: str | None, key: str
+) -> None:
     run = copied(runs[0], tmp_path / "run")
-    (run / "federation.json").unlink()
-    with pytest.raises(PfedlaError, match="only just begun"):
-        page_data([run])
+    (run / file).unlink()
+    if content is not None:
+        (run / file).write_text(content)
+    with pytest.raises(PfedlaError, match=key):
+        collect_page_data([run])
 
 
-def test_damaged_weights_are_named(runs: list[Path], tmp_path: Path) -> None:
-    run = copied(runs[0], tmp_path / "run")
-    (run / "alpha.safetensors").write_bytes(b"")
-    with pytest.raises(PfedlaError, match="not a run folder that can be shown"):
-        page_data([run])
+@pytest.mark.parametrize("name", ["paper", "heldout", "fedavg"])
+def test_run_folders_of_format_1_are_shown(name: str, tmp_path: Path) -> None:
+    run = copied(Path(__file__).parent / "fixtures" / "format1" / name, tmp_path / name)
+    expected = {"paper": "pfedla", "heldout": "pfedla-heldout", "fedavg": "fedavg"}[name]
+    (found,) = collect_page_data([run])["runs"]
+    assert (found["algorithm"], found["finished"]) == (expected, True)
+    assert all(path.stat().st_size for path in draw_run(run))
 
 
-def test_what_is_no_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(PfedlaError, match=r"no experiment\.toml"):
-        page_data([tmp_path])
-    broken = copied(runs[0], tmp_path / "broken")
-    (broken / "federation.json").write_text("{")
-    with pytest.raises(PfedlaError, match="broken is not a run folder"):
-        page_data([broken])
+def test_reports_do_not_import_torch() -> None:
+    modules = ", ".join(f"pfedla.report.{path.stem}" for path in Path(report.__file__).parent.glob("[a-z]*.py"))
+    code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_alike_clients_stand_together() -> None:
     counts = np.array([[9, 1, 0], [0, 1, 9], [9, 0, 1], [0, 0, 10], [0, 10, 0]])
-    order = by_labels(counts)
+    order = order_by_labels(counts)
     assert sorted(order) == list(range(5))
     assert abs(order.index(0) - order.index(2)) == 1
     assert abs(order.index(1) - order.index(3)) == 1
     alpha = np.full((6, 2, 6), 0.02)
     for one, other in ((0, 3), (1, 4), (2, 5)):
         alpha[one, :, other] = alpha[other, :, one] = 0.45
-    order = by_weights(alpha)
+    order = order_by_weights(alpha)
     assert all(abs(order.index(one) - order.index(other)) == 1 for one, other in ((0, 3), (1, 4), (2, 5)))
-    assert by_weights(np.ones((1, 1, 1))) == [0]
-    assert sorted(by_weights(np.ones((2, 1, 2)))) == [0, 1]
+    assert order_by_weights(np.ones((1, 1, 1))) == [0]
+    assert sorted(order_by_weights(np.ones((2, 1, 2)))) == [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +206,7 @@ def large(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_hundred_clients_fit_and_it_is_said_what_was_left_out(large: Path, tmp_path: Path) -> None:
     path = write_page([large], tmp_path / "report.html")
     assert path.stat().st_size < 6e6
-    alpha = page_data([large])["runs"][0]["alpha"]
+    alpha = collect_page_data([large])["runs"][0]["alpha"]
     assert alpha["snapshots"] == 100
     assert len(alpha["rounds"]) == PAGE_WEIGHTS // 70_000
     assert (alpha["rounds"][0], alpha["rounds"][-1]) == (0, 396)
@@ -202,10 +215,10 @@ def test_a_hundred_clients_fit_and_it_is_said_what_was_left_out(large: Path, tmp
 
 def test_more_weights_than_fit_are_left_out(runs: list[Path], large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.report.page_data.PAGE_WEIGHTS", 69_999)
-    alpha = page_data([large])["runs"][0]["alpha"]
+    alpha = collect_page_data([large])["runs"][0]["alpha"]
     assert (alpha["rounds"], alpha["values"]) == ([], "")
     monkeypatch.setattr("pfedla.report.page_data.PAGE_WEIGHTS", 70_000)
-    assert page_data([large])["runs"][0]["alpha"]["rounds"] == [396]
+    assert collect_page_data([large])["runs"][0]["alpha"]["rounds"] == [396]
 
 
 def named(run: Path, names: list[str]) -> Path:
@@ -216,7 +229,7 @@ def named(run: Path, names: list[str]) -> Path:
 
 
 def test_a_clients_name_cannot_end_the_script(runs: list[Path], tmp_path: Path) -> None:
-    text = page(page_data([named(copied(runs[0], tmp_path / "run"), NAMES)]))
+    text = render_page(collect_page_data([named(copied(runs[0], tmp_path / "run"), NAMES)]))
     assert text.count("</script>") == 2
     assert "alert(1)</script>" not in text
 
@@ -230,7 +243,7 @@ def test_the_commands(pfedla, runs: list[Path], tmp_path: Path) -> None:
     assert '"name":"local"' in (tmp_path / "two.html").read_text(encoding="utf-8")
     code, _, err = pfedla("report", tmp_path / "nowhere")
     assert code == 2
-    assert "nowhere is not a run folder" in err
+    assert "nowhere" in err
 
 
 # --- while it goes on ---
@@ -272,7 +285,15 @@ def test_watch_serves_the_page_and_what_is_new(watched: tuple[Path, int], runs: 
 
 @pytest.mark.parametrize(
     "path",
-    ["/../experiment.toml", "/experiment.toml", "//etc/passwd", "/%2e%2e/rounds.jsonl", "/data.json?x", "/models/", "/."],
+    [
+        "/../experiment.toml",
+        "/experiment.toml",
+        "//etc/passwd",
+        "/%2e%2e/rounds.jsonl",
+        "/data.json?x",
+        "/models/",
+        "/.",
+    ],
 )
 def test_watch_serves_nothing_else(watched: tuple[Path, int], path: str) -> None:
     assert ask(watched[1], path)[0] == 404
@@ -291,39 +312,11 @@ def test_watch_names_a_port_that_is_taken(watched: tuple[Path, int]) -> None:
         Watcher([watched[0]], "127.0.0.1", watched[1])
 
 
-def test_old_weights_are_not_taken_for_those_of_now(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from pfedla.runs.checkpoint import Progress
-    from pfedla.runs.folder import RunFolder
-
-    folder = RunFolder(tmp_path / "run")
-    progress = Progress({}, torch.zeros(2), alphas=[torch.ones(2, 1, 2)], alpha_rounds=[0])
-    folder.show(progress, ["fc"])
-    assert (folder.path / "alpha.safetensors").exists()
-    monkeypatch.setattr("pfedla.runs.folder.SHOWN_NUMBERS", 3)
-    folder.show(progress, ["fc"])
-    assert not (folder.path / "alpha.safetensors").exists()
-
-
 def test_many_clients_are_ordered_at_once() -> None:
     shares = np.eye(10, dtype=int)[np.arange(5000) % 10] * 7
-    order = by_labels(shares)
+    order = order_by_labels(shares)
     assert sorted(order) == list(range(5000))
     assert [client % 10 for client in order] == sorted(client % 10 for client in order)
-
-
-def test_the_weights_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
-    from pfedla.runs.experiment import Experiment, build
-    from pfedla.runs.folder import RunFolder
-    from pfedla.runs.result import run_built
-
-    experiment = {"rounds": 3, "algorithm": {"name": "pfedla"}, "training": {"local_epochs": 1}}
-    folder, seen = RunFolder(tmp_path / "run"), []
-    folder.stopping = lambda: seen.append(found[2] if (found := read_alpha(folder.path)) else None) or False  # type: ignore[func-returns-value]
-    run_built(build(Experiment.parse({**experiment, "data": {"dataset": "digits", "clients": 4}})), folder)
-    assert [0, 1] in seen
-    assert [0, 1, 2] in seen
 
 
 # --- in a browser ---
@@ -350,7 +343,9 @@ class Seen:
         self.page = self.context.new_page()
         self.problems: list[str] = []
         self.asked: list[str] = []
-        self.page.on("console", lambda line: self.problems.append(line.text) if line.type in ("error", "warning") else None)
+        self.page.on(
+            "console", lambda line: self.problems.append(line.text) if line.type in ("error", "warning") else None
+        )
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(address)
@@ -367,7 +362,9 @@ class Seen:
         canvas = self.page.locator("#alpha-map canvas")
         canvas.scroll_into_view_if_needed()
         box = canvas.bounding_box()
-        self.page.mouse.move(box["x"] + (column + 0.5) * box["width"] / size, box["y"] + (row + 0.5) * box["height"] / size)
+        self.page.mouse.move(
+            box["x"] + (column + 0.5) * box["width"] / size, box["y"] + (row + 0.5) * box["height"] / size
+        )
         return str(self.page.locator("#readout").inner_text())
 
 
@@ -377,18 +374,7 @@ def test_the_page_loads_offline_without_an_error(browser: Any, runs: list[Path],
         with Seen(browser, path.as_uri(), scheme=scheme) as seen:
             page = seen.page
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
-            for section in (
-                "summary",
-                "curves",
-                "clients",
-                "alpha",
-                "self",
-                "federation",
-                "traffic",
-                "time",
-                "faults",
-                "setting",
-            ):
+            for section in ["summary", "curves", "clients", "alpha", "self", "federation", "traffic", "time", "faults", "setting"]:
                 assert page.locator(f"section#{section}").count() == 1, section
             page.click("#theme")
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
@@ -408,11 +394,14 @@ def test_slider_and_selector_show_what_alpha_holds(browser: Any, runs: list[Path
             said = seen.point_at(receiver, sender, clients)
             whom = "itself" if receiver == sender else f"client {sender}"
             value = f"{round(alpha[snapshot, receiver, layer, sender] * 65535) / 65535:.4f}"
-            assert said == f"client {receiver} takes {value} of {layers[layer]} from {whom}, after round {rounds[snapshot]}"
+            assert (
+                said
+                == f"client {receiver} takes {value} of {layers[layer]} from {whom}, after round {rounds[snapshot]}"
+            )
             pictures.add(seen.page.evaluate("document.querySelector('#alpha-map canvas').toDataURL()"))
         assert len(pictures) == 5
         seen.page.select_option("#alpha-order", "by weights")
-        order = by_weights(alpha[-1])
+        order = order_by_weights(alpha[-1])
         assert seen.point_at(0, 3, clients).startswith(f"client {order[0]} takes ")
         assert seen.problems == []
 
@@ -488,8 +477,12 @@ def test_watch_shows_a_new_round_within_five_seconds(browser: Any, watched: tupl
         assert seen.page.locator("#alpha-round").input_value() == "0"
         seen.page.locator("#state", has_text="round 4 of 8").wait_for(timeout=5000)
         assert seen.page.locator("#alpha-layer").input_value() == "0"  # what was chosen stays
-        seen.page.locator("#alpha-play", has_text="Play").wait_for(timeout=10_000)  # and what was playing goes on to its end
+        seen.page.locator("#alpha-play", has_text="Play").wait_for(
+            timeout=10_000
+        )  # and what was playing goes on to its end
         slider = seen.page.locator("#alpha-round")
         assert slider.input_value() == slider.get_attribute("max")
         assert seen.problems == []
-        assert all(address.startswith(f"http://127.0.0.1:{port}/") for address in seen.asked if not address.startswith("data:"))
+        assert all(
+            address.startswith(f"http://127.0.0.1:{port}/") for address in seen.asked if not address.startswith("data:")
+        )

@@ -86,15 +86,9 @@ def test_cells_of_format_1_are_recognised(format1: Path, name: str, count: int) 
     summary = campaign.write_summary(NOWHERE, name, load_grid(name), Wanted(clients=[10]), format1 / name)
     assert (len(before), len(summary["cells"]), summary["other_cells"]) == (count, count, [])
     assert (summary["format"], campaign.FORMAT) == (2, 2)
-    numbers = [
-        sorted(json.dumps(cell.get("accuracy")) for cell in some) for some in (before, summary["cells"])
-    ]
+    numbers = [sorted(json.dumps(cell.get("accuracy")) for cell in some) for some in (before, summary["cells"])]
     assert numbers[0] == numbers[1]
-    names = {
-        "pFedLA": "pFedLA held-out",
-        "HeurpFedLA": "HeurpFedLA held-out",
-        "pFedLA (paper's rule)": "pFedLA",
-    }
+    names = {"pFedLA": "pFedLA held-out", "HeurpFedLA": "HeurpFedLA held-out", "pFedLA (paper's rule)": "pFedLA"}
     rows = {(cell["column"], cell["row"], cell["seed"]): cell for cell in summary["cells"]}
     for cell in before if name == "table1" else []:
         new = rows[cell["column"], names.get(cell["row"], cell["row"]), cell["seed"]]
@@ -131,20 +125,13 @@ def test_another_setting_is_another_cell(format1: Path) -> None:
     (cell,) = list_cells(load_grid("table1"), Wanted(datasets=["emnist"], methods=["fedrep"], clients=[10]))
     assert campaign.match(cell, stored) is not None
     values = cell.experiment.model_dump()
-    for section, key, value in (
-        ("training", "lr", 0.5),
-        ("algorithm", "head_epochs", 3),
-        ("faults", "dropout", 0.1),
-    ):
+    for section, key, value in (("training", "lr", 0.5), ("algorithm", "head_epochs", 3), ("faults", "dropout", 0.1)):
         other = cell.experiment.parse({**values, section: {**values[section], key: value}})
         assert campaign.match(Cell(cell.row, cell.column, other), stored) is None
 
 
 def test_the_present_name_of_a_method_of_format_1() -> None:
-    names = {
-        name: read_result(FIXTURES / name / "result.json")["algorithm"]
-        for name in ("paper", "heldout", "fedavg")
-    }
+    names = {name: read_result(FIXTURES / name / "result.json")["algorithm"] for name in ("paper", "heldout", "fedavg")}
     assert names == {"paper": "pfedla", "heldout": "pfedla-heldout", "fedavg": "fedavg"}
 
 
@@ -272,9 +259,7 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
 
 
 def test_bold_needs_three_seeds() -> None:
-    values = {
-        ("A", row, seed): 0.5 + seed / 10 + gain for seed in range(3) for row, gain in (("x", 0), ("y", 0.02))
-    }
+    values = {("A", row, seed): 0.5 + seed / 10 + gain for seed in range(3) for row, gain in (("x", 0), ("y", 0.02))}
     values["A", "y", 2] += 0.001
     assert "**62.03 ± 10.05 (3)**" in paper_tables.to_markdown(summary_of(values), {})
     two = {place: value for place, value in values.items() if place[2] < 2}
@@ -303,12 +288,7 @@ def test_weights_by_distance_and_by_period() -> None:
 
 @pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
 def test_tables_have_a_figure(form: str, tmp_path: Path) -> None:
-    values = {
-        ("A", "k = 0", 0): 0.5,
-        ("A", "k = 1", 0): 0.6,
-        ("A", "held-out, k = 1", 0): 0.1,
-        ("A", "k = 1", 1): None,
-    }
+    values = {("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("A", "held-out, k = 1", 0): 0.1, ("A", "k = 1", 1): None}
     paths = write_figures(summary_of(values, form=form), {"A": {"k = 0": {"mean": 50.0}}}, tmp_path)
     assert [path.name for path in paths] == ["figure.png", "figure.pdf"]
 
@@ -319,11 +299,7 @@ SMALL = Grid.model_validate(
     {
         "title": "small",
         "form": "heatmap",
-        "experiment": {
-            "rounds": 2,
-            "training": {"local_epochs": 1},
-            "data": {"dataset": "digits", "clients": 4},
-        },
+        "experiment": {"rounds": 2, "training": {"local_epochs": 1}, "data": {"dataset": "digits", "clients": 4}},
         "columns": [{"name": "digits", "experiment": {"data": {"partition": "classes"}}, "layer": "fc1"}],
         "rows": [
             {"name": "Local", "experiment": {"algorithm": {"name": "local"}}},
@@ -410,11 +386,7 @@ COMMITTED = sorted(path.parent.name for path in (ROOT / "results").glob("*/resul
 def test_the_committed_tables_are_made_of_the_committed_numbers(name: str) -> None:
     folder, paper = ROOT / "results" / name, load_paper(name)
     summary = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    made = {
-        "table.md": paper_tables.to_markdown,
-        "table.csv": paper_tables.to_csv,
-        "table.tex": paper_tables.to_latex,
-    }
+    made = {"table.md": paper_tables.to_markdown, "table.csv": paper_tables.to_csv, "table.tex": paper_tables.to_latex}
     for file, make in made.items():
         assert (folder / file).read_text(encoding="utf-8") == make(summary, paper)
     assert (folder / "table.md").read_text(encoding="utf-8").strip() in (

@@ -38,14 +38,11 @@ def _draw_learning_curve(run: Path, title: str) -> Path:
     axis = axes[0, 0]
     x = [line["round"] for line in rounds]
     curves = {
-        key: 100 * np.array([accuracies(line)["accuracy"][key] for line in rounds], float)
-        for key in ("mean", "p10")
+        key: 100 * np.array([accuracies(line)["accuracy"][key] for line in rounds], float) for key in ("mean", "p10")
     }
     after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
     axis.plot(x, curves["mean"], label="personal models, mean of clients", color="C0", **_marker(x))
-    axis.plot(
-        x, curves["p10"], color="C0", linestyle=":", label="personal models, 10th percentile of clients"
-    )
+    axis.plot(x, curves["p10"], color="C0", linestyle=":", label="personal models, 10th percentile of clients")
     axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
     axis.set(xlabel="round", ylabel="test accuracy (%)", title=title)
     style_axis(axis)
@@ -94,15 +91,11 @@ def _draw_self_weight(run: Path, alpha: Alpha, title: str) -> Path:
 def _draw_attackers(run: Path, alpha: Alpha, attackers: list[int], title: str) -> Path:
     """Draw how much of each layer the honest clients take from all attackers, over the rounds."""
     honest = [client for client in range(alpha.values.shape[1]) if client not in attackers]
-    taken = (
-        alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)
-    )  # [snapshots, layers, honest clients]
+    taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest clients]
     who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
     title = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
     path = run / "attackers.png"
-    return _draw_by_layer(
-        taken, alpha, len(attackers), title=title, ylabel="weight on the attackers", path=path
-    )
+    return _draw_by_layer(taken, alpha, len(attackers), title=title, ylabel="weight on the attackers", path=path)
 
 
 def _draw_by_layer(values: Array, alpha: Alpha, senders: int, *, title: str, ylabel: str, path: Path) -> Path:
@@ -133,9 +126,7 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     for position, row in enumerate(shown):
         colour, count = f"C{position}", len(row.folders)
         lines = [read_rounds(folder) for folder in row.folders]
-        curves = [
-            100 * np.array([accuracies(line)["accuracy"]["mean"] for line in one], float) for one in lines
-        ]
+        curves = [100 * np.array([accuracies(line)["accuracy"]["mean"] for line in one], float) for one in lines]
         x = [line["round"] for line in lines[0]]
         if row.gave_up:
             for curve in curves:

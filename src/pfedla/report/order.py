@@ -31,7 +31,4 @@ def _order_leaves(distances: Array) -> list[int]:
     clients = round((1 + np.sqrt(1 + 8 * len(distances))) / 2)
     if clients < 3:
         return list(range(clients))
-    return [
-        int(client)
-        for client in leaves_list(linkage(distances, "average", optimal_ordering=clients <= OPTIMAL))
-    ]
+    return [int(client) for client in leaves_list(linkage(distances, "average", optimal_ordering=clients <= OPTIMAL))]

@@ -123,9 +123,7 @@ def _thin(items: Sequence[Any], most: int) -> list[Any]:
     """Return at most so many items, evenly spread, always with the last."""
     if len(items) <= most:
         return list(items)
-    return [
-        items[position] for position in np.unique(np.linspace(len(items) - 1, 0, most).round().astype(int))
-    ]
+    return [items[position] for position in np.unique(np.linspace(len(items) - 1, 0, most).round().astype(int))]
 
 
 def _summarise_result(result: Data) -> Data:

@@ -162,9 +162,7 @@ def read_experiment(run: Path) -> dict[str, Any]:
 
 def read_federation(run: Path) -> dict[str, Any]:
     if not (run / "federation.json").exists():
-        raise PfedlaError(
-            f"{run} has no federation.json yet: the run has just started; try again in a moment"
-        )
+        raise PfedlaError(f"{run} has no federation.json yet: the run has just started; try again in a moment")
     return read_object(run / "federation.json")
 
 

@@ -58,9 +58,7 @@ def draw_federation(described: Mapping[str, Any], name: str, path: Path) -> Path
     clients, classes = len(counts), counts.shape[2]
     labels = [_shorten(label) for label in described["classes"]]
     longest = max(map(len, labels))
-    below = (
-        0.5 if longest <= 3 else 0.5 + 0.075 * longest
-    )  # inches below the axis for the names of the classes
+    below = 0.5 if longest <= 3 else 0.5 + 0.075 * longest  # inches below the axis for the names of the classes
     tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
     figure, axes = subplots(1, 2, figsize=(wide + 2.4, tall), sharey=True, width_ratios=(wide, 2.2))
     by_class, sizes = axes[0]

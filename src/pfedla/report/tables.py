@@ -92,11 +92,7 @@ def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
         if row.algorithm == supported:
             cells[0] = f"**{cells[0]}**"
         if has_seeds:
-            behind = (
-                compare(by_seed[row.algorithm], by_seed[first])
-                if first not in (None, row.algorithm)
-                else None
-            )
+            behind = compare(by_seed[row.algorithm], by_seed[first]) if first not in (None, row.algorithm) else None
             cells += [str(len(row.results)), str(behind or "–")]
         lines.append([row.algorithm, *cells])
     return lines
@@ -176,9 +172,7 @@ def warnings(results: Sequence[Result]) -> list[str]:
     if any(result["overlapping"] for result in results):
         shares = sorted(round(100 * result["leaked_test_share"]) for result in results)
         leaked = f"{shares[0]}" if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
-        lines.append(
-            f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client."
-        )
+        lines.append(f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client.")
     if results and (faults := results[0].get("faults")):
         lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
     if results and "attackers" in results[0]:
@@ -196,14 +190,10 @@ def failures_lines(result: Result) -> list[str]:
     lines = []
     for reason, times in sorted(reasons.items()):
         often = sorted(times, key=lambda client: (-times[client], int(client)))
-        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (
-            ", …" if len(often) > 5 else ""
-        )
+        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
         diverged = reason == "not finite" and "attack" not in result["faults"]
         hint = "; try a smaller --lr or uploads.norm_bound" if diverged else ""
-        lines.append(
-            f"left out {sum(times.values())} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}"
-        )
+        lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
     return lines
 
 

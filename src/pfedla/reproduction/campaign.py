@@ -105,9 +105,7 @@ def run_missing(
     for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
         if not datasets.state_of(name).here:
             datasets.load(name)  # raises before hours are spent on the others
-    display.skip(
-        sum(cell.experiment.rounds for cell in cells) - sum(cell.experiment.rounds for cell in missing)
-    )
+    display.skip(sum(cell.experiment.rounds for cell in cells) - sum(cell.experiment.rounds for cell in missing))
     runs.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Any] = {}
     for cell in missing:
@@ -143,10 +141,7 @@ def describe_version() -> dict[str, str]:
         return version
     words = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return {
-            **version,
-            "commit": subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip(),
-        }
+        return {**version, "commit": subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}
     except (OSError, subprocess.CalledProcessError):  # no git
         return version
 
@@ -167,11 +162,7 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
         if cell.folder in now and is_done(runs, cell):
             found.append(summarise_cell(runs / cell.folder, cell, grid))
         elif (one := match(cell, stored if cell.folder in now else before)) is not None:
-            kept = {
-                key: value
-                for key, value in one.content.items()
-                if key != "alpha" or grid.form in FORMS_WITH_ALPHA
-            }
+            kept = {key: value for key, value in one.content.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
             found.append({**kept, **place_of(cell)})
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
@@ -200,9 +191,7 @@ def _format_summary(summary: Values) -> str:
         key: ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary[key])
         for key in ("other_cells", "cells")
     }
-    head = json.dumps(
-        {key: value for key, value in summary.items() if key not in lists}, ensure_ascii=False, indent=2
-    )
+    head = json.dumps({key: value for key, value in summary.items() if key not in lists}, ensure_ascii=False, indent=2)
     parts = [f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []' for key, lines in lists.items()]
     return head.removesuffix("\n}") + ",\n  " + ",\n  ".join(parts) + "\n}\n"
 

@@ -98,11 +98,7 @@ def flatten(experiment: Experiment) -> Values:
     values["algorithm"] = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
     flat: Values = {}
     for key, value in values.items():
-        flat |= (
-            {f"{key}.{inner}": one for inner, one in value.items()}
-            if isinstance(value, dict)
-            else {key: value}
-        )
+        flat |= {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
     return flat
 
 
@@ -157,9 +153,7 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
         if _is_wanted(cell := Cell(row.name, column.name, _compose(grid, row, column, seed, wanted)), wanted)
     ]
     if not found:
-        raise PfedlaError(
-            "no cell of this experiment has the data set, method and clients that were asked for"
-        )
+        raise PfedlaError("no cell of this experiment has the data set, method and clients that were asked for")
     return found
 
 
@@ -188,10 +182,7 @@ def _check(grid: Grid, wanted: Wanted) -> None:
     choices: dict[str, tuple[Collection[object], list[str]]] = {
         "data set": (wanted.datasets, [one.data.dataset for one in every]),
         "method": (wanted.methods, methods),
-        "number of clients": (
-            wanted.clients,
-            [str(one.data.clients) for one in every if one.data.clients != AUTO],
-        ),
+        "number of clients": (wanted.clients, [str(one.data.clients) for one in every if one.data.clients != AUTO]),
     }
     for kind, (asked, there) in choices.items():
         for word in asked:

@@ -57,12 +57,8 @@ def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
     for axis, (panel, cells) in zip(axes.flat, panels.items(), strict=True):
         own, layers = average_self_weights(cells)
         largest = int(own.argmax())
-        axis.bar(
-            layers, own, color=["C1" if position == largest else "C0" for position in range(len(layers))]
-        )
-        axis.set(
-            title=f"{panel}: largest for {layers[largest]}", ylabel="self-weight of the target", ylim=(0, 1)
-        )
+        axis.bar(layers, own, color=["C1" if position == largest else "C0" for position in range(len(layers))])
+        axis.set(title=f"{panel}: largest for {layers[largest]}", ylabel="self-weight of the target", ylim=(0, 1))
         axis.grid(alpha=0.3, axis="y")
     return figure
 
@@ -76,9 +72,7 @@ def draw_toy(summary: Summary, paper: Paper) -> Any:
         offset = 0.4 * position - 0.2
         accuracy = 100 * np.mean([cell["accuracy"]["per_client"] for cell in cells], axis=0)
         own, layers = average_self_weights(cells)
-        left.bar(
-            np.arange(len(accuracy)) + offset, accuracy, 0.4, label=f"{row} ({_count_seeds(len(cells))})"
-        )
+        left.bar(np.arange(len(accuracy)) + offset, accuracy, 0.4, label=f"{row} ({_count_seeds(len(cells))})")
         right.bar(np.arange(len(layers)) + offset, own, 0.4)
     left.set(title=f"(a) {column}, last round", xlabel="client", ylabel="test accuracy (%)")
     left.set_xticks(range(len(accuracy)), [str(client + 1) for client in range(len(accuracy))])
@@ -100,10 +94,7 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             lines.setdefault(name, {})[number] = entry
         for position, (name, line) in enumerate(lines.items()):
             theirs = [paper.get(column, {}).get(f"{name} = {number}", {}).get("mean") for number in line]
-            means, spread = (
-                [entry.mean for entry in line.values()],
-                [entry.std or 0 for entry in line.values()],
-            )
+            means, spread = ([entry.mean for entry in line.values()], [entry.std or 0 for entry in line.values()])
             style = {"color": f"C{position}", "marker": "o"}
             if any(means):
                 numbers = np.array(means, float)
@@ -139,11 +130,7 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
                 continue
             curves = [np.array(cell["curve"], float) for cell in rows[row]]
             width = 2.2 if row.startswith(("pFedLA", "HeurpFedLA")) else 1.2
-            style = {
-                "color": f"C{position % 10}",
-                "linestyle": "-" if position < 10 else "--",
-                "linewidth": width,
-            }
+            style = {"color": f"C{position % 10}", "linestyle": "-" if position < 10 else "--", "linewidth": width}
             shown = curves if entries[column][row].gave_up else [np.mean(curves, axis=0)]
             for curve in shown:
                 (line,) = axis.plot(curve[:, 0], 100 * curve[:, 1], **style)

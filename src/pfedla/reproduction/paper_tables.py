@@ -27,9 +27,7 @@ PAIRED_NOTE = (
 class Entry:
     """A row in a column, over the seeds."""
 
-    accuracies: dict[int, float] = field(
-        default_factory=dict
-    )  # seed -> % of the personal models, mean of clients
+    accuracies: dict[int, float] = field(default_factory=dict)  # seed -> % of the personal models, mean of clients
     mib: float | None = None  # down and up, mean over the seeds
     saved_mib: float | None = None  # of the download, by retained layers
     gave_up: int = 0  # on how many seeds
@@ -49,9 +47,7 @@ class Entry:
             return f"gave up on {self.gave_up} of {self.gave_up + len(self.accuracies)} seeds"
         if self.mean is None:
             return "–" if self.reason else "not run"
-        return f"{self.mean:.2f}" + (
-            f" ± {self.std:.2f} ({len(self.accuracies)})" if self.std is not None else ""
-        )
+        return f"{self.mean:.2f}" + (f" ± {self.std:.2f} ({len(self.accuracies)})" if self.std is not None else "")
 
 
 Entries = dict[str, dict[str, Entry]]  # column -> row
@@ -80,8 +76,7 @@ def _collect_entry(cells: list[Summary]) -> Entry:
     saved = [cell["saved_bytes"]["sent"] / MIB for cell in done if "saved_bytes" in cell]
     return Entry(
         accuracies={cell["seed"]: 100 * cell["accuracy"]["mean"] for cell in done},
-        mib=statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in done)
-        / MIB,
+        mib=statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in done) / MIB,
         saved_mib=statistics.mean(saved) if saved else None,
         gave_up=gave_up,
         reason=reason,
@@ -141,9 +136,7 @@ def describe_columns(summary: Summary) -> list[str]:
         data = experiment["data"]
         subsets = sorted({cell.get("subset", "") for cell in cells} - {""})
         subset = f" (subset {' / '.join(subsets)})" if subsets else ""
-        leak = (
-            f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
-        )
+        leak = f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         rounds = "/".join(str(number) for number in sorted({cell["rounds"] for cell in cells}))
         lines.append(
             f"{column}: {data['dataset']}{subset}{leak}, {len(first['accuracy']['per_client'])} clients of "

@@ -30,11 +30,7 @@ def group_alpha(summary: Summary) -> dict[str, list[Summary]]:
     """Return the cells with weights by panel: a column, or column and row where several rows have weights."""
     found: dict[str, list[Summary]] = {}
     for column, rows in group_cells(summary).items():
-        some = {
-            row: kept
-            for row, cells in rows.items()
-            if (kept := [cell for cell in cells if cell.get("alpha")])
-        }
+        some = {row: kept for row, cells in rows.items() if (kept := [cell for cell in cells if cell.get("alpha")])}
         found |= {f"{column}, {row}" if len(some) > 1 else column: cells for row, cells in some.items()}
     return found
 
