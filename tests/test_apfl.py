@@ -67,9 +67,7 @@ def test_a_round_equals_a_slow_twin(adaptive: bool) -> None:
     assert (a != 0.4) == adaptive
 
 
-def test_the_share_stays_between_zero_and_one_and_begins_to_move_in_the_second_round(
-    federation: Federation,
-) -> None:
+def test_the_share_stays_between_zero_and_one_and_begins_to_move_in_the_second_round(federation: Federation) -> None:
     algorithm = make("apfl", mixing_lr=1e4)
     _, clients = play(algorithm, federation)
     assert ((clients[MIXING] >= 0) & (clients[MIXING] <= 1)).all()

@@ -73,16 +73,11 @@ def test_a_client_that_never_trained_takes_the_global_model() -> None:
 
 
 @NORMS
-@pytest.mark.parametrize(
-    "options", [{"adaptive_layers": 0}, {"weight_epochs": 0}], ids=["no layer", "no step"]
-)
+@pytest.mark.parametrize("options", [{"adaptive_layers": 0}, {"weight_epochs": 0}], ids=["no layer", "no step"])
 def test_without_adaptive_layers_or_steps_it_is_fedavg_bit_for_bit(
     federation: Federation, batch_norm: bool, options: dict
 ) -> None:
-    algorithm, fedavg = (
-        make("fedala", batch_norm=batch_norm, **options),
-        make("fedavg", batch_norm=batch_norm),
-    )
+    algorithm, fedavg = (make("fedala", batch_norm=batch_norm, **options), make("fedavg", batch_norm=batch_norm))
     (played, _), (theirs, _) = (play(one, federation, participation=0.5) for one in (algorithm, fedavg))
     # In training mode BatchNorm does not read its statistics: the parameters are FedAvg's with BatchNorm too.
     assert_same(played[-1].server["model"], algorithm.task.layers.parameters(theirs[-1].server["model"]))

@@ -72,9 +72,7 @@ def test_from_the_start_of_the_last_training_by_hand() -> None:
     client = {"weight": models((log(3), 0.0))[0], "start/weight": OWN["weight"]}
     result = algorithm.local_update(client, sent((log(7), 0.0)), ONE)
     received, own = log(2 / (8 / 7)) / log(7), log(2 / (4 / 3)) / log(3)
-    torch.testing.assert_close(
-        result.upload.extras["weights"], torch.tensor([received])
-    )  # its own is not sent
+    torch.testing.assert_close(result.upload.extras["weights"], torch.tensor([received]))  # its own is not sent
     mixed = models(((received * log(7) + own * log(3)) / (received + own), 0.0))[0]
     torch.testing.assert_close(result.client, {"weight": mixed, "start/weight": mixed})
     worse = {"weight": models((-1.0, 0.0))[0], "start/weight": OWN["weight"]}
@@ -89,9 +87,7 @@ def test_from_the_start_of_the_last_training_by_hand() -> None:
         ((0.0, 0.0), [(-3e38, 3e38), (-1.0, 0.0)], [0, -1]),  # a broken one
     ],
 )
-def test_without_a_candidate_that_helps_the_own_model_is_kept(
-    own: tuple, candidates: list, signs: list
-) -> None:
+def test_without_a_candidate_that_helps_the_own_model_is_kept(own: tuple, candidates: list, signs: list) -> None:
     client = {"weight": models(own)[0]}
     assert_same(HAND.personalize(client, sent(*candidates), ONE), client)
     weights = HAND.local_update(client, sent(*candidates), ONE).upload.extras["weights"]
@@ -185,9 +181,7 @@ def test_epsilon_zero_takes_the_largest_affinity_ties_by_the_seed() -> None:
 def test_epsilon_one_is_uniform_whatever_the_affinity() -> None:
     algorithm = fedfomo(candidates=2, epsilon=1.0)
     server = with_affinity(algorithm, [[0.0, 7.0, 7.0, 1.0, -5.0]] * 5)
-    pairs = Counter(
-        tuple(algorithm._choose(server, cohort_of(0, seed=seed))[0].tolist()) for seed in range(1200)
-    )
+    pairs = Counter(tuple(algorithm._choose(server, cohort_of(0, seed=seed))[0].tolist()) for seed in range(1200))
     assert len(pairs) == 12
     assert all(abs(count - 100) < 5 * 100**0.5 for count in pairs.values())
 

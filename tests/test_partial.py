@@ -34,13 +34,9 @@ def by_hand(module: nn.Module, data: LocalData, *phases: tuple[range, str], pull
     start = [parameter.detach().clone() for parameter in module.parameters()]
     module.train()
     for epochs, which in phases:
-        moving = [
-            p for n, p in module.named_parameters() if which == "all" or (n in HEAD) == (which == "head")
-        ]
+        moving = [p for n, p in module.named_parameters() if which == "all" or (n in HEAD) == (which == "head")]
         optimizer = torch.optim.SGD(moving, lr=0.1)
-        for rows in (
-            data.order[e][slice(*bounds)] for e in epochs for bounds in batch_bounds(len(data.y), 5)
-        ):
+        for rows in (data.order[e][slice(*bounds)] for e in epochs for bounds in batch_bounds(len(data.y), 5)):
             before = {name: value.clone() for name, value in module.named_buffers()}
             module.zero_grad()
             distance = sum((p - s).square().sum() for p, s in zip(module.parameters(), start, strict=True))
@@ -107,15 +103,9 @@ def test_a_round_equals_a_textbook_loop(name: str, options: dict, phases: list, 
 @NORMS
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("fedrep", {"private": "", "head_epochs": 0}),
-        ("fedper", {"private": ""}),
-        ("fedbabu", {"private": ""}),
-    ],
+    [("fedrep", {"private": "", "head_epochs": 0}), ("fedper", {"private": ""}), ("fedbabu", {"private": ""})],
 )
-def test_with_nothing_private_it_is_fedavg(
-    federation: Federation, name: str, options: dict, batch_norm: bool
-) -> None:
+def test_with_nothing_private_it_is_fedavg(federation: Federation, name: str, options: dict, batch_norm: bool) -> None:
     """Up to the statistics, which do not travel; in training mode BatchNorm does not read them."""
     algorithms = (make(name, batch_norm=batch_norm, **options), make("fedavg", batch_norm=batch_norm))
     shared, model = (play(algorithm, federation)[0][-1].server["model"] for algorithm in algorithms)
@@ -144,9 +134,7 @@ def test_private_names_layers(name: str) -> None:
 
 
 def test_batchnorm_is_known_by_its_type_not_by_its_name() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3), nn.BatchNorm1d(3)
-    )
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3), nn.BatchNorm1d(3))
     assert make("fedbn", module=module).private_layers() == [1, 3]
     with pytest.raises(NotApplicableError):
         make("fedbn").check(3)

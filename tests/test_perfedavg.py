@@ -19,17 +19,13 @@ def parabola(batch_size: int = 1, **options) -> PerFedAvg:
     return PerFedAvg(task=Parabola(), training=budget(0.1, 1, batch_size), **options)
 
 
-def tiny(
-    batch_norm: bool = False, dtype: torch.dtype = torch.float32, batch_size: int = 5, **options
-) -> PerFedAvg:
+def tiny(batch_norm: bool = False, dtype: torch.dtype = torch.float32, batch_size: int = 5, **options) -> PerFedAvg:
     return PerFedAvg(task=task_of(TinyNet(batch_norm, dtype)), training=budget(0.1, 2, batch_size), **options)
 
 
 def double_client(size: int = 20, epochs: int = 1) -> LocalData:
     x, y = toy_federation((size,)).train[0]
-    return LocalData(
-        x.double(), y, torch.stack([torch.arange(size).roll(7 * epoch) for epoch in range(epochs)])
-    )
+    return LocalData(x.double(), y, torch.stack([torch.arange(size).roll(7 * epoch) for epoch in range(epochs)]))
 
 
 def test_a_clients_round_by_hand_first_order() -> None:
@@ -121,9 +117,7 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
     frozen = TinyNet(batch_norm, torch.float64).train()  # takes the statistics of the inner steps
 
     def gradients(net: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
-        return list(
-            torch.autograd.grad(F.cross_entropy(net(data.x[rows]), data.y[rows]), list(net.parameters()))
-        )
+        return list(torch.autograd.grad(F.cross_entropy(net(data.x[rows]), data.y[rows]), list(net.parameters())))
 
     for order in data.order:
         bounds = list(batch_bounds(20, 5))
@@ -190,7 +184,5 @@ def test_without_inner_rate_and_with_fedavgs_weights_it_is_fedavg(
     """Bit for bit; the common batches are D'. Only parameters are compared."""
     algorithm = tiny(batch_norm, inner_lr=0.0, weighted=True, beta=beta)
     fedavg = make("fedavg", batch_norm=batch_norm, lr=0.1 if beta == "auto" else beta)
-    ours, theirs = (
-        play(one, federation, participation=0.7)[0][-1].server["model"] for one in (algorithm, fedavg)
-    )
+    ours, theirs = (play(one, federation, participation=0.7)[0][-1].server["model"] for one in (algorithm, fedavg))
     assert_same(ours, algorithm.task.layers.parameters(theirs))

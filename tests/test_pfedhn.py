@@ -28,17 +28,13 @@ def cohort_of(*ids: int, round: int = 1) -> Cohort:
 
 def double_server(algorithm: PFedHN, num_clients: int = 5) -> ServerState:
     server = algorithm.init_server(num_clients, seed=0)
-    return {
-        group: {name: value.double() for name, value in tensors.items()} for group, tensors in server.items()
-    }
+    return {group: {name: value.double() for name, value in tensors.items()} for group, tensors in server.items()}
 
 
 def trained(downloads: Payload, seed: int = 0, scale: float = 1.0) -> Payload:
     """What came back: the weights sent and noise."""
     draws = torch.Generator().manual_seed(seed)
-    noise = {
-        n: scale * torch.randn(v.shape, generator=draws, dtype=v.dtype) for n, v in downloads.tensors.items()
-    }
+    noise = {n: scale * torch.randn(v.shape, generator=draws, dtype=v.dtype) for n, v in downloads.tensors.items()}
     return Payload({name: value + noise[name] for name, value in downloads.tensors.items()}, downloads.sent)
 
 
@@ -52,9 +48,7 @@ class Twin:
         for depth in (1, 2, 3):
             trunk += [nn.ReLU(), self._linear(network, f"trunk{depth}")]
         self.trunk = nn.Sequential(*trunk)
-        names = [
-            key.removeprefix("head.").removesuffix(".weight") for key in network if key.startswith("head.")
-        ]
+        names = [key.removeprefix("head.").removesuffix(".weight") for key in network if key.startswith("head.")]
         names = [name for name in names if f"head.{name}.bias" in network]
         self.heads = {name: self._linear(network, f"head.{name}") for name in names}
 
@@ -82,9 +76,7 @@ class Twin:
                 server["network"][f"trunk{depth}.weight"], self.trunk[2 * depth].weight.detach(), **close
             )
         for name, head in self.heads.items():
-            torch.testing.assert_close(
-                server["network"][f"head.{name}.weight"], head.weight.detach(), **close
-            )
+            torch.testing.assert_close(server["network"][f"head.{name}.weight"], head.weight.detach(), **close)
             torch.testing.assert_close(server["network"][f"head.{name}.bias"], head.bias.detach(), **close)
 
 
@@ -145,12 +137,9 @@ def test_the_steps_are_those_of_torch_sgd_client_by_client_at_the_snapshot(clip:
         for row, client in enumerate(ids):  # all at the snapshot, before anyone steps
             moving = [*twin.shared(), twin.embeddings[client]]
             pairs = [
-                (value, (downloads.tensors[n] - uploads.tensors[n])[row])
-                for n, value in twin.weights(client).items()
+                (value, (downloads.tensors[n] - uploads.tensors[n])[row]) for n, value in twin.weights(client).items()
             ]
-            gradients.append(
-                torch.autograd.grad(sum((value * wish.flatten()).sum() for value, wish in pairs), moving)
-            )
+            gradients.append(torch.autograd.grad(sum((value * wish.flatten()).sum() for value, wish in pairs), moving))
         for client, gradient in zip(ids, gradients, strict=True):
             optimizer.zero_grad(set_to_none=True)  # without a gradient an embedding is not touched
             moving = [*twin.shared(), twin.embeddings[client]]
@@ -196,9 +185,7 @@ def test_a_large_finite_step_is_no_longer_than_the_clip() -> None:
     server, cohort = algorithm.init_server(3, seed=0), cohort_of(1)
     downloads = algorithm.download(server, cohort)
     after = flat(algorithm.aggregate(server, cohort, downloads, trained(downloads, scale=1e6)))
-    moved = sum(
-        (v - after[n]).square().sum() for n, v in flat(server).items() if not n.startswith("momentum")
-    )
+    moved = sum((v - after[n]).square().sum() for n, v in flat(server).items() if not n.startswith("momentum"))
     assert moved.sqrt().item() == pytest.approx(2.0, rel=1e-4)
 
 
@@ -211,16 +198,10 @@ def test_one_step_lowers_the_clients_loss() -> None:
         cohort = cohort_of(client)
         downloads = algorithm.download(server, cohort)
         result = algorithm.local_update({}, downloads.rows(0), LocalData(x, y, torch.arange(20)[None]))
-        after = algorithm.aggregate(
-            server, cohort, downloads, Payload(stack([result.upload.tensors]), downloads.sent)
-        )
+        after = algorithm.aggregate(server, cohort, downloads, Payload(stack([result.upload.tensors]), downloads.sent))
 
-        def loss(
-            state: ServerState, cohort: Cohort = cohort, x: torch.Tensor = x, y: torch.Tensor = y
-        ) -> torch.Tensor:
-            return F.cross_entropy(
-                algorithm.task.logits(take(algorithm.download(state, cohort).tensors, 0), x), y
-            )
+        def loss(state: ServerState, cohort: Cohort = cohort, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            return F.cross_entropy(algorithm.task.logits(take(algorithm.download(state, cohort).tensors, 0), x), y)
 
         assert loss(after) < loss(server)
 

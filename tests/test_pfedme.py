@@ -48,9 +48,7 @@ def test_a_round_starts_from_the_common_model_not_from_the_last_personal_one() -
 def test_the_server_mixes_by_hand() -> None:
     """Mean weighted by examples: (10 · 1 + 30 · 5) / 40 = 4; w = (1 − β) 2 + β 4."""
     cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
-    uploads = Payload(
-        {"weight": torch.tensor([[[1.0]], [[5.0]]], dtype=torch.float64)}, torch.ones(2, 1).bool()
-    )
+    uploads = Payload({"weight": torch.tensor([[[1.0]], [[5.0]]], dtype=torch.float64)}, torch.ones(2, 1).bool())
     for beta, expected in ((1.0, 4.0), (0.25, 2.5), (2.0, 6.0)):
         algorithm = parabola(server_mix=beta)
         server = {"model": Parabola.download(2.0).tensors}
@@ -101,21 +99,12 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
     for rows in budget[::3]:
         for _ in range(3):
             optimizer.zero_grad()
-            away = sum(
-                (theta - own).square().sum() for theta, own in zip(module.parameters(), w, strict=True)
-            )
+            away = sum((theta - own).square().sum() for theta, own in zip(module.parameters(), w, strict=True))
             (F.cross_entropy(module(data.x[rows]), y[rows]) + 15 / 2 * away).backward()
             optimizer.step()
-        w = [
-            own - 0.02 * 15 * (own - theta.detach())
-            for own, theta in zip(w, module.parameters(), strict=True)
-        ]
-    assert_same(
-        result.model, {name: value.detach() for name, value in module.state_dict().items()}, tolerance=1e-12
-    )
-    assert_same(
-        result.upload.tensors, dict(zip(dict(module.named_parameters()), w, strict=True)), tolerance=1e-12
-    )
+        w = [own - 0.02 * 15 * (own - theta.detach()) for own, theta in zip(w, module.parameters(), strict=True)]
+    assert_same(result.model, {name: value.detach() for name, value in module.state_dict().items()}, tolerance=1e-12)
+    assert_same(result.upload.tensors, dict(zip(dict(module.named_parameters()), w, strict=True)), tolerance=1e-12)
 
 
 @NORMS

@@ -39,9 +39,7 @@ def test_per_layer_by_hand() -> None:
         alpha[0, 1], torch.tensor([1 / 1.96, 0.96 / 1.96, 0.0])
     )  # a layer's weight and bias together
     torch.testing.assert_close(alpha[2, 1], torch.tensor([0.0, 0.0, 1.0]))  # all zero: like itself alone
-    mixed = algorithm.download(
-        server_of(FIRST, SECOND), Cohort(1, 0, torch.tensor([0]), torch.tensor([5]))
-    ).tensors
+    mixed = algorithm.download(server_of(FIRST, SECOND), Cohort(1, 0, torch.tensor([0]), torch.tensor([5]))).tensors
     torch.testing.assert_close(mixed["0.weight"][0, 0], torch.tensor([near[0] + near[1], near[1]]))
 
 
@@ -61,9 +59,7 @@ def test_the_start_is_uniform_and_the_weights_follow_the_models(name: str) -> No
     played, _ = play(algorithm, federation, rounds=range(1, 6))
     alpha = algorithm.alpha(played[-1].server)
     torch.testing.assert_close(alpha.sum(-1), torch.ones(6, 2))
-    assert (
-        alpha.amax(-1) - 1e-6 <= alpha.diagonal(dim1=0, dim2=2).T
-    ).all()  # nobody is more alike than oneself
+    assert (alpha.amax(-1) - 1e-6 <= alpha.diagonal(dim1=0, dim2=2).T).all()  # nobody is more alike than oneself
     differs = (alpha[:, 0] - alpha[:, 1]).abs().max() > 1e-4
     assert differs == (name == "layer-similarity")
 
@@ -71,11 +67,7 @@ def test_the_start_is_uniform_and_the_weights_follow_the_models(name: str) -> No
 @pytest.mark.parametrize("name", ["layer-similarity", "model-similarity"])
 def test_a_client_trains_from_the_mix_and_uploads_its_parameters(name: str) -> None:
     """Its step is FedAvg's from another start; the statistics stay."""
-    algorithm, fedavg, federation = (
-        make(name, batch_norm=True),
-        make("fedavg", batch_norm=True),
-        toy_federation(),
-    )
+    algorithm, fedavg, federation = (make(name, batch_norm=True), make("fedavg", batch_norm=True), toy_federation())
     played, clients = play(algorithm, federation, rounds=range(1, 2))
     cohort = everyone(federation.num_examples, 2, 0)
     downloads = algorithm.download(played[0].server, cohort)

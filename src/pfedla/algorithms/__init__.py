@@ -78,7 +78,5 @@ def check_joining(method: Algorithm) -> None:
         raise NotApplicableError(f"no client can join a run of {why}; it can with: {able}")
 
 
-def create(
-    name: str, task: Task, training: Training, options: Mapping[str, object] | None = None
-) -> Algorithm:
+def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:
     return find(name)(task=task, training=training, **resolve_options(name, options or {}))

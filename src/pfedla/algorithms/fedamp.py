@@ -34,9 +34,7 @@ class FedAMP(MixedModels):
     # Server
 
     def weigh(self, models: Params, ids: Tensor) -> Tensor:
-        products, squares = (
-            part.sum(1) for part in compare(models, ids, self.task.layers)
-        )  # of whole models
+        products, squares = (part.sum(1) for part in compare(models, ids, self.task.layers))  # of whole models
         distance = (squares[ids].unsqueeze(1) + squares - 2 * products).clamp(min=0)
         attention = self.step_size / self.sigma * torch.exp(-distance / self.sigma)
         receiver = torch.arange(len(ids))
@@ -61,8 +59,5 @@ class FedAMP(MixedModels):
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return w_i, the client's last trained model; u_i before it has trained."""
-        mixed = {
-            name: torch.where(data.has_trained, client[name], value)
-            for name, value in download.tensors.items()
-        }
+        mixed = {name: torch.where(data.has_trained, client[name], value) for name, value in download.tensors.items()}
         return {**client, **mixed}

@@ -27,9 +27,7 @@ class FedAvg(Algorithm):
         sent = torch.ones(len(cohort.ids), len(self.task.layers), dtype=torch.bool)  # every layer
         return Payload(repeat(server["model"], len(sent)), sent)
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
 
     # Client

@@ -31,9 +31,7 @@ class FedBABU(PartialFedAvg):
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         start = {**download.tensors, **client}
-        return keep_and_send(
-            client, download, *sgd(self.task, start, data, self.training, only=download.tensors)
-        )
+        return keep_and_send(client, download, *sgd(self.task, start, data, self.training, only=download.tensors))
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         start = {**download.tensors, **client}

@@ -16,13 +16,9 @@ class FedBN(PartialFedAvg):
     summary: ClassVar[str] = "FedAvg, but every BatchNorm stays on its client"
 
     def check(self, num_clients: int) -> None:
-        if not any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.task.module.modules()
-        ):
+        if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.task.module.modules()):
             raise NotApplicableError("FedBN keeps BatchNorm layers on the client, and the model has none")
 
     def private_layers(self) -> list[int]:
         kinds = self.task.layers.kinds
-        return [
-            layer for layer, kind in enumerate(kinds) if issubclass(kind, nn.modules.batchnorm._BatchNorm)
-        ]
+        return [layer for layer, kind in enumerate(kinds) if issubclass(kind, nn.modules.batchnorm._BatchNorm)]

@@ -12,9 +12,18 @@ from pydantic import Field
 from torch import Tensor
 
 from pfedla.algorithms.partial import add_prefix, strip_prefix
-from pfedla.core import contracts
-from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
-from pfedla.core.layers import Params, copies, into_corner_, put_, take
+from pfedla.core.contracts import (
+    Algorithm,
+    ClientState,
+    Cohort,
+    LocalData,
+    LocalResult,
+    Params,
+    Payload,
+    ServerState,
+    generator,
+)
+from pfedla.core.layers import copies, into_corner_, put_, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
@@ -63,10 +72,8 @@ class FedFomo(Algorithm):
         epsilon = max(0.0, self.epsilon - self.epsilon_decay * (cohort.round - 1))
         rows = []
         for client in cohort.ids.tolist():
-            draws = contracts.generator(cohort.seed, "candidates", cohort.round, client)
-            shuffled = torch.randperm(
-                num_clients, generator=draws
-            )  # equal affinities are ordered by the seed
+            draws = generator(cohort.seed, "candidates", cohort.round, client)
+            shuffled = torch.randperm(num_clients, generator=draws)  # equal affinities are ordered by the seed
             best_first = shuffled[affinity[client, shuffled].argsort(descending=True, stable=True)].tolist()
             best_first.remove(client)
             row = []
@@ -89,13 +96,9 @@ class FedFomo(Algorithm):
         return Payload(own, torch.ones_like(download.sent), {"weights": torch.empty(count, device="meta")})
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        return take(
-            server["models"], cohort.ids
-        )  # a client starts from its own model, which is what it uploaded last
+        return take(server["models"], cohort.ids)  # a client starts from its own model, which is what it uploaded last
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         affinity = server["affinity"]["affinity"]
         choices = self._choose(server, cohort)  # a function of the server's state: it need not travel
         rows = affinity[cohort.ids].scatter_add(1, choices, uploads.extras["weights"])

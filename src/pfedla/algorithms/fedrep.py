@@ -50,9 +50,7 @@ class FedRep(PartialFedAvg):
         first, rest = range(head_epochs), range(head_epochs, head_epochs + body_epochs)
         model = {**download.tensors, **client}
         # With the body frozen its statistics are frozen too: they must not move while the head is fitted.
-        model, head_loss = sgd(
-            self.task, model, data, self.training, epochs=first, only=client, keep_statistics=True
-        )
+        model, head_loss = sgd(self.task, model, data, self.training, epochs=first, only=client, keep_statistics=True)
         model, body_loss = sgd(self.task, model, data, self.training, epochs=rest, only=download.tensors)
         trained = len(data.order)  # a straggler may not get to the body's epochs
         head_trained = min(head_epochs, trained)

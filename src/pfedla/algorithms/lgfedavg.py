@@ -20,9 +20,7 @@ class LGFedAvg(PartialFedAvg):
     def check(self, num_clients: int) -> None:
         count = len(self.task.layers)
         if self.shared_layers >= count:
-            raise NotApplicableError(
-                f"shared_layers = {self.shared_layers} of {count} layers: none would be local"
-            )
+            raise NotApplicableError(f"shared_layers = {self.shared_layers} of {count} layers: none would be local")
 
     def private_layers(self) -> list[int]:
         return [*range(len(self.task.layers) - self.shared_layers)]

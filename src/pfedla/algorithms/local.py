@@ -22,9 +22,7 @@ class Local(Algorithm):
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         return Payload({}, torch.zeros(len(cohort.ids), len(self.task.layers), dtype=torch.bool))
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         return server
 
     # Client

@@ -40,9 +40,7 @@ class PartialFedAvg(Algorithm):
         sent[:, self.private_layers()] = False
         return Payload(repeat(server["model"], len(sent)), sent)
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
 
     def init_client(self) -> ClientState:

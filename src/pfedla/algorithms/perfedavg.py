@@ -40,9 +40,7 @@ class PerFedAvg(PartialFedAvg):
 
     # Server
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)
         return {"model": weighted_mean(uploads.tensors, weights)}
 

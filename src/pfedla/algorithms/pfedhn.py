@@ -108,9 +108,7 @@ class PFedHN(PartialFedAvg):
         weights = generate(take(server["embeddings"], cohort.ids))
         return Payload(weights, all_sent(len(cohort.ids), self.task.layers))
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the
         # other, in their order, each along the gradient at the snapshot that wrote its weights.
         like = self._parameters()

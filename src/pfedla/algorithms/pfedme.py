@@ -45,9 +45,7 @@ class PFedMe(PartialFedAvg):
 
     # Server
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: weighted by the number of examples; the paper takes the plain mean.
         old, mean = server["model"], weighted_mean(uploads.tensors, cohort.num_examples)
         return {"model": {name: torch.lerp(old[name], mean[name], self.server_mix) for name in old}}
@@ -73,9 +71,7 @@ class PFedMe(PartialFedAvg):
                     for name, value in theta.items()
                 }
                 losses.append(loss)
-            local = {
-                name: torch.lerp(value, theta[name], self.eta * self.penalty) for name, value in local.items()
-            }
+            local = {name: torch.lerp(value, theta[name], self.eta * self.penalty) for name, value in local.items()}
         return LocalResult(
             client={**add_prefix(PERSONAL, theta), **statistics},
             upload=Payload(local, download.sent),

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import keep_and_send
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
-from pfedla.core.layers import (
-    Layers,
-    Params,
-    append_mean_row,
-    copies,
-    inner_products,
-    mix,
-    put_,
-    rows_of,
-    take,
-)
+from pfedla.core.layers import Layers, Params, append_mean_row, copies, inner_products, mix, put_, rows_of, take
 from pfedla.core.training import sgd
 
 
@@ -51,9 +41,7 @@ class MixedModels(Algorithm):
         sent = torch.ones(alpha.shape[:2], dtype=torch.bool)
         return Payload(mix(alpha, server["models"], self.task.layers), sent)
 
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
         return server
 
