@@ -329,16 +329,16 @@ def test_tables_of_clients_and_classes_are_bounded() -> None:
         federation_of(np.zeros((40_000, 64, 64), np.uint8), rows % 2, **how)
 
 
-@fuzz(100)
+@fuzz(300)
 @given(st.data())
-def test_a_damaged_npz_that_is_not_packed(tmp_path: Path, data: st.DataObject) -> None:
-    """Here a flipped bit reaches the heads of the arrays; packed files are in test_own_arrays."""
-    file = io.BytesIO()
-    np.savez(file, x=np.arange(40.0).reshape(20, 2), y=np.arange(20) % 2, client=np.array(["a", "b"] * 10))
+def test_a_damaged_npz_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """In a file that is not packed a flipped bit reaches the headers of the arrays."""
+    file, save = io.BytesIO(), data.draw(st.sampled_from([np.savez, np.savez_compressed]))
+    save(file, x=np.arange(40.0).reshape(20, 2), y=np.arange(20) % 2, client=np.array(["a", "b"] * 10))
     path = tmp_path / "damaged.npz"
     path.write_bytes(data.draw(damaged(file.getvalue())))
     with at_most(GIBIBYTE), suppress(PfedlaError):
-        assert load_npz(path).x.dtype in (np.float32, np.uint8)
+        assert load_npz(path).x.shape[1:] == (2,)
 
 
 IDX, CIFAR = dict(list(idx_files("mnist", 4).items())[:2]), cifar_files("cifar10", 2)
@@ -406,10 +406,4 @@ def test_nothing_in_the_package_can_open_a_pickle() -> None:
     files = list(Path(package.__file__).parent.rglob("*.py"))
     assert len(files) > 50
     assert [file for file in files if opens.search(file.read_text(encoding="utf-8"))] == []
-    for source in (
-        "import pickle",
-        "def f():\n    from dill import loads",
-        "np.load(path, allow_pickle=True)",
-        "torch.load(p)",
-    ):
-        assert opens.search(source)
+    assert all(opens.search(source) for source in ("import pickle", "  from dill import loads", "np.load(path)"))

@@ -2,14 +2,11 @@
 
 import io
 import pickle
-from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from conftest import budget, play
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
@@ -87,9 +84,7 @@ def tokens(dtype: str) -> Federation:
 
 
 @pytest.mark.parametrize("engine", ["threaded", "vectorized"])
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [("int64", torch.int64), ("int32", torch.int32), (">i8", torch.int64)]
-)
+@pytest.mark.parametrize(("dtype", "kept"), [("int64", torch.int64), ("int32", torch.int32), (">i8", torch.int64)])
 def test_token_ids_stay_integers_and_train_an_embedding(engine: str, dtype: str, kept: torch.dtype) -> None:
     federation = tokens(dtype)
     assert federation.train[0].x.dtype == federation.normalise(federation.train[0].x).dtype == kept
@@ -169,20 +164,6 @@ def test_a_folder_of_arrays(tmp_path) -> None:
         load_arrays(tmp_path)
     np.save(tmp_path / "y.npy", np.arange(4) % 2)
     assert load_arrays(tmp_path).y.tolist() == [0, 1, 0, 1]
-
-
-@settings(deadline=None, max_examples=300)
-@given(data=st.data())
-def test_damaged_bytes_are_read_or_refused(tmp_path_factory, data: st.DataObject) -> None:
-    good = io.BytesIO()
-    np.savez_compressed(good, x=np.arange(40.0).reshape(20, 2), y=np.arange(20) % 2)
-    content = bytearray(good.getvalue())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.getbasetemp() / "damaged.npz"
-    path.write_bytes(content)
-    with suppress(PfedlaError):
-        load_npz(path)
 
 
 def test_a_single_class_is_refused_for_training() -> None:
