@@ -18,12 +18,11 @@ from pfedla.core.contracts import (
     Cohort,
     LocalData,
     LocalResult,
-    Params,
     Payload,
     ServerState,
     generator,
 )
-from pfedla.core.layers import copies, into_corner_, put_, take
+from pfedla.core.layers import Params, copies, into_corner_, put_, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
