@@ -1,8 +1,9 @@
-"""Which engine for which model, and whether compiling pays: what `auto` follows (src/pfedla/engines/choice.py).
+"""Which engine is faster for which model, which `engine = "auto"` follows, and what compiling gains.
 
 python benchmarks/bench_choice.py
 
-One round of FedAvg on random examples, the ways interleaved in one process; ratios to the threaded engine, above 1 is faster.
+One round of FedAvg on random examples, interleaved in one process. Ratios are to the threaded engine; above 1
+is faster.
 """
 
 import json
@@ -18,21 +19,30 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pfedla.algorithms import create
-from pfedla.core.contracts import LocalTraining
 from pfedla.core.models import build_model
 from pfedla.core.rounds import everyone
+from pfedla.core.settings import EngineSettings, Training
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine
-from pfedla.runs.result import environment
+from pfedla.runs.folder import describe_environment
 
 HERE = Path(__file__).parent
 CLASSES = 10
 CASES = [  # model, shape of an example, clients, training examples each
-    ("mlp", (64,), 10, 126), ("mlp", (64,), 100, 126), ("mlp", (784,), 10, 420), ("small-cnn", (1, 8, 8), 10, 126),
-    ("small-cnn", (1, 8, 8), 100, 126), ("cnn", (1, 28, 28), 10, 420), ("cnn-bn", (3, 32, 32), 10, 420),
-]  # fmt: skip
-WAYS = {"threaded": ("threaded", False), "compiled": ("threaded", True), "vectorized": ("vectorized", False)}
+    ("mlp", (64,), 10, 126),
+    ("mlp", (64,), 100, 126),
+    ("mlp", (784,), 10, 420),
+    ("small-cnn", (1, 8, 8), 10, 126),
+    ("small-cnn", (1, 8, 8), 100, 126),
+    ("cnn", (1, 28, 28), 10, 420),
+    ("cnn-bn", (3, 32, 32), 10, 420),
+]
+WAYS = {
+    "threaded": EngineSettings(name="threaded"),
+    "compiled": EngineSettings(name="threaded", compile=True),
+    "vectorized": EngineSettings(name="vectorized"),
+}
 COLUMNS = [
     "model",
     "parameters",
@@ -48,18 +58,20 @@ def measure(model: str, shape: tuple[int, ...], clients: int, examples: int, rep
     draws = torch.Generator().manual_seed(0)
 
     def some(count: int) -> Examples:
-        return Examples(torch.randn(count, *shape, generator=draws), torch.randint(0, CLASSES, (count,), generator=draws))
+        return Examples(
+            torch.randn(count, *shape, generator=draws), torch.randint(0, CLASSES, (count,), generator=draws)
+        )
 
     train, test = ([some(count) for _ in range(clients)] for count in (examples, 1))
     federation = Federation(train, test, tuple(map(str, range(CLASSES))))
     module = build_model(model, shape, CLASSES, torch.Generator().manual_seed(0))
-    algorithm = create("fedavg", task_of(module), LocalTraining(0.01, 2, 32))
+    algorithm = create("fedavg", task_of(module), Training(lr=0.01, local_epochs=2, batch_size=32))
     cohort = everyone(federation.num_examples, 1, 0)
     downloads = algorithm.download(algorithm.init_server(clients, 0), cohort)
     engines, setting_up = {}, {}
-    for way, (name, compile) in WAYS.items():
+    for way, settings in WAYS.items():
         start = time.perf_counter()
-        engines[way] = create_engine(name, algorithm, federation, device="cpu", threads=0, recalibrate="never", compile=compile)
+        engines[way] = create_engine(algorithm, federation, settings, recalibrate="never")
         setting_up[way] = time.perf_counter() - start
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(repeats + 1):  # the first one warms up
@@ -71,9 +83,14 @@ def measure(model: str, shape: tuple[int, ...], clients: int, examples: int, rep
     parameters = sum(parameter.numel() for parameter in module.parameters())
     counted = {way: found[1:] for way, found in seconds.items()}
     return {
-        "model": model, "shape": shape, "clients": clients, "examples": examples, "parameters": parameters,
-        "seconds": counted, "compiling": setting_up["compiled"],
-    }  # fmt: skip
+        "model": model,
+        "shape": shape,
+        "clients": clients,
+        "examples": examples,
+        "parameters": parameters,
+        "seconds": counted,
+        "compiling": setting_up["compiled"],
+    }
 
 
 def cells(found: dict[str, Any]) -> list[str]:
@@ -84,9 +101,14 @@ def cells(found: dict[str, Any]) -> list[str]:
 
     shape = "x".join(map(str, found["shape"]))
     return [
-        f"{found['model']}, {shape}", f"{found['parameters']:,}", str(found["clients"]),
-        f"{statistics.median(seconds['threaded']):.3f}", ratio("vectorized"), ratio("compiled"), f"{found['compiling']:.0f}",
-    ]  # fmt: skip
+        f"{found['model']}, {shape}",
+        f"{found['parameters']:,}",
+        str(found["clients"]),
+        f"{statistics.median(seconds['threaded']):.3f}",
+        ratio("vectorized"),
+        ratio("compiled"),
+        f"{found['compiling']:.0f}",
+    ]
 
 
 def main(
@@ -101,7 +123,7 @@ def main(
         for case in progress.track(cases, description="models"):
             results.append(measure(*case, repeats))
     out.mkdir(parents=True, exist_ok=True)
-    report = {"environment": environment(), "results": results}
+    report = {"environment": describe_environment(), "results": results}
     (out / "choice.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     table = Table(*COLUMNS)
     for found in results:

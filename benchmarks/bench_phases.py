@@ -2,8 +2,8 @@
 
 python benchmarks/bench_phases.py --rounds 5
 
-The seconds of the rounds are those every run writes into its result.json; start-up and end are told by the clock outside
-and the times at which the run's files appeared.
+The seconds of the rounds are those every run writes into its result.json; start-up and end are told by the
+clock outside and the times at which the run's files appeared.
 """
 
 import json
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from fixed_work import DATASETS
 from pfedla.data.datasets import state_of
-from pfedla.runs.result import environment
+from pfedla.runs.folder import describe_environment
 from processes import machine_seconds
 
 HERE = Path(__file__).parent
@@ -37,11 +37,27 @@ def measure(dataset: str, checkpoint_rounds: int, rounds: int, local_epochs: int
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [
-            sys.executable, "-c", "from pfedla.cli import main; main()", "run", "-a", "pfedla", "-d", dataset,
-            "--clients", "10", "--rounds", str(rounds),
-            "--local-epochs", str(local_epochs), "--checkpoint-every", str(checkpoint_rounds), "--out", str(run), "--quiet",
+            sys.executable,
+            "-c",
+            "from pfedla.cli import main; main()",
+            "run",
+            "-a",
+            "pfedla",
+            "-d",
+            dataset,
+            "--clients",
+            "10",
+            "--rounds",
+            str(rounds),
+            "--local-epochs",
+            str(local_epochs),
+            "--checkpoint-every",
+            str(checkpoint_rounds),
+            "--out",
+            str(run),
+            "--quiet",
             *options,
-        ]  # fmt: skip
+        ]
         before, cpu_before, start = machine_seconds(), os.times(), time.time()
         subprocess.run(command, check=True)
         end = time.time()
@@ -71,24 +87,34 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
 
 
 def columns() -> list[str]:
-    return ["", "s/round", *(f"{phase} %" for phase in PHASES), "overhead %", *(f"{part} s" for part in AROUND), "others %"]
+    return [
+        "",
+        "s/round",
+        *(f"{phase} %" for phase in PHASES),
+        "overhead %",
+        *(f"{part} s" for part in AROUND),
+        "others %",
+    ]
 
 
 def cells(name: str, found: dict[str, Any]) -> list[str]:
     share = shares(found)
     return [
-        name, f"{sum(found['phases'].values()) / found['rounds']:.2f}",
-        *(f"{100 * share[key]:.2f}" for key in (*PHASES, "overhead")), *(f"{found['around'][key]:.2f}" for key in AROUND),
+        name,
+        f"{sum(found['phases'].values()) / found['rounds']:.2f}",
+        *(f"{100 * share[key]:.2f}" for key in (*PHASES, "overhead")),
+        *(f"{found['around'][key]:.2f}" for key in AROUND),
         f"{100 * found.get('others_share', 0.0):.0f}",
-    ]  # fmt: skip
+    ]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     table = Table(
-        *columns(), title=f"pFedLA, 10 clients, {report['local_epochs']} epochs: a round by phase, and what a run takes once",
+        *columns(),
+        title=f"pFedLA, 10 clients, {report['local_epochs']} epochs: a round by phase, and what a run takes once",
         caption="Overhead: all that is neither training nor evaluation. Others: their share of the machine. Goals: "
         f"overhead at most {100 * OVERHEAD_GOAL:.0f} %, evaluation every round at most {100 * EVALUATION_GOAL:.0f} %.",
-    )  # fmt: skip
+    )
     for name, found in report["runs"].items():
         table.add_row(*cells(name, found))
     console.print(table)
@@ -120,7 +146,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each run.")] = 5,
     only: Annotated[str, typer.Option(help=f"One data set: {', '.join(DATASETS)}.")] = "",
-    quick: Annotated[bool, typer.Option(help="Tiny work, to see that everything runs; its numbers mean nothing.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Tiny work, to see that everything runs; its numbers mean nothing.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for phases.json and phases.png.")] = HERE / "results",
 ) -> None:
     """A whole run by phase."""
@@ -137,8 +165,10 @@ def main(
             console.print(f"{label} was left out: it is not in the data directory (pfedla data fetch {name})")
             continue
         for cadence, every in track(CADENCES.items(), label, console=Console(stderr=True)):
-            runs[f"{label}, {cadence}"] = measure(name, every, rounds, local_epochs, ["--samples", "40"] if quick else [])
-    report = {"quick": quick, "environment": environment(), "local_epochs": local_epochs, "runs": runs}
+            runs[f"{label}, {cadence}"] = measure(
+                name, every, rounds, local_epochs, ["--samples", "40"] if quick else []
+            )
+    report = {"quick": quick, "environment": describe_environment(), "local_epochs": local_epochs, "runs": runs}
     out.mkdir(parents=True, exist_ok=True)
     (out / "phases.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if runs:

@@ -3,9 +3,9 @@
 python benchmarks/bench_round.py --repeats 7
 python benchmarks/bench_round.py --only CIFAR-10 --contenders textbook,threaded
 
-Only ratios within one run mean anything: machines and minutes differ. Whoever else is at work on the machine spoils the
-numbers (a loop on all threads suffers most), so every round comes with the share of the machine that others took, and the
-quietest repeats are the ones that count.
+Only ratios within one run mean anything: machines and minutes differ. Whoever else is at work on the machine
+spoils the numbers (a loop on all threads suffers most), so every round comes with the share of the machine
+that others took, and the quietest repeats are the ones that count.
 """
 
 import importlib.metadata
@@ -28,21 +28,26 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fixed_work import DATASETS, Work, flop_per_sample, lay_out
-from pfedla.runs.result import environment
+from pfedla.runs.folder import describe_environment
 from processes import Contender, machine_seconds
 
 HERE = Path(__file__).parent
 TEXTBOOK, FLOWER, GEMM = "textbook", "flower", "gemm"
 LABELS = {
-    TEXTBOOK: "textbook loop", "threaded": "pfedla, threaded", "compiled": "pfedla, threaded, compiled",
-    "vectorized": "pfedla, vectorized", FLOWER: "Flower simulation",
-}  # fmt: skip
+    TEXTBOOK: "textbook loop",
+    "threaded": "pfedla, threaded",
+    "compiled": "pfedla, threaded, compiled",
+    "vectorized": "pfedla, vectorized",
+    FLOWER: "Flower simulation",
+}
 QUIET = 0.08  # a repeat counts as undisturbed if others took no more of the machine
 QUICK = {"clients": 2, "images": 28, "epochs": 1}
 
 
-def measure(dataset: str, work: Work, names: list[str], repeats: int, wait: float, progress: Progress) -> dict[str, Any]:
-    """Every contender's rounds on one data set. At most three times the repeats are played to have as many undisturbed."""
+def measure(
+    dataset: str, work: Work, names: list[str], repeats: int, wait: float, progress: Progress
+) -> dict[str, Any]:
+    """Run every contender on one data set, up to three times the repeats until as many are undisturbed."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         data = Path(folder) / "images.safetensors"
         kind = lay_out(dataset, work, data)
@@ -75,15 +80,14 @@ def measure(dataset: str, work: Work, names: list[str], repeats: int, wait: floa
             threads: [repeat[GEMM]["gflops"][threads] for repeat in counted] for threads in counted[0][GEMM]["gflops"]
         },
         "contenders": {
-            name: {"peak_mib": peaks[name]} | {
-                key: [repeat[name].get(key) for repeat in counted] for key in ("seconds", "cpu_seconds", "others_share")
-            }
+            name: {"peak_mib": peaks[name]}
+            | {key: [repeat[name].get(key) for repeat in counted] for key in ("seconds", "cpu_seconds", "others_share")}
             for name in names
         },
         "left_out_seconds": {
             name: [repeat[name]["seconds"] for repeat in played[1:] if repeat not in counted] for name in names
         },
-    }  # fmt: skip
+    }
 
 
 def others_share(repeat: dict[str, Any]) -> float:
@@ -106,7 +110,7 @@ def await_quiet(patience: float) -> None:
 
 
 def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By contender, all that tables and pictures show of a data set. Ratios are of rounds played in turn, then their median."""
+    """Return by contender what tables and pictures show of a data set. Ratios are of rounds run in turn."""
     work = Work(**result["work"])
     seconds = {name: found["seconds"] for name, found in result["contenders"].items()}
     peak = statistics.median(list(result["gemm_gflops"].values())[-1]) * 1e9  # on all cores
@@ -120,16 +124,29 @@ def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         median = statistics.median(own)
         flops = work.samples * result["flop_per_sample"] / median
         found[name] = {
-            "median": median, "fastest": min(own), "slowest": max(own), "samples_per_second": work.samples / median,
-            "gemm_share": flops / peak, "peak_mib": result["contenders"][name]["peak_mib"],
-            "x_textbook": ratios(name, TEXTBOOK), "x_flower": ratios(name, FLOWER),
-        }  # fmt: skip
+            "median": median,
+            "fastest": min(own),
+            "slowest": max(own),
+            "samples_per_second": work.samples / median,
+            "gemm_share": flops / peak,
+            "peak_mib": result["contenders"][name]["peak_mib"],
+            "x_textbook": ratios(name, TEXTBOOK),
+            "x_flower": ratios(name, FLOWER),
+        }
     return found
 
 
 COLUMNS = (
-    "contender", "median s/round", "fastest", "slowest", "samples/s", "% of GEMM peak", "peak MiB", "x textbook", "x Flower",
-)  # fmt: skip
+    "contender",
+    "median s/round",
+    "fastest",
+    "slowest",
+    "samples/s",
+    "% of GEMM peak",
+    "peak MiB",
+    "x textbook",
+    "x Flower",
+)
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
@@ -137,10 +154,14 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
         return f"{statistics.median(values):.2f} ({values[0]:.2f}-{values[-1]:.2f})" if values else "-"
 
     return [
-        LABELS[name], *(f"{row[key]:.2f}" for key in ("median", "fastest", "slowest")), f"{row['samples_per_second']:,.0f}",
-        f"{100 * row['gemm_share']:.0f}", f"{row['peak_mib']:.0f}" if row["peak_mib"] else "-", ratio(row["x_textbook"]),
+        LABELS[name],
+        *(f"{row[key]:.2f}" for key in ("median", "fastest", "slowest")),
+        f"{row['samples_per_second']:,.0f}",
+        f"{100 * row['gemm_share']:.0f}",
+        f"{row['peak_mib']:.0f}" if row["peak_mib"] else "-",
+        ratio(row["x_textbook"]),
         ratio(row["x_flower"]),
-    ]  # fmt: skip
+    ]
 
 
 def caption(result: dict[str, Any]) -> str:
@@ -148,8 +169,8 @@ def caption(result: dict[str, Any]) -> str:
     most = max(share or 0.0 for found in result["contenders"].values() for share in found["others_share"])
     quiet = f"{result['undisturbed_repeats']} of {len(result['load_average'])} repeats undisturbed"
     return (
-        f"{result['data']} images; GEMM peak in GFLOP/s by threads: {gflops}; {quiet}, others took at most {100 * most:.0f} % "
-        "of the machine; ratios: median (least-most) of rounds played in turn, above 1 is faster"
+        f"{result['data']} images; GEMM peak in GFLOP/s by threads: {gflops}; {quiet}, others took at most "
+        f"{100 * most:.0f} % of the machine; ratios: median (least-most) of rounds run in turn, above 1 is faster"
     )
 
 
@@ -203,9 +224,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     results, unreal = report["results"], " (tiny work: says nothing)" if report["quick"] else ""
-    figure, panels = pyplot.subplots(1, len(results), figsize=(7 * len(results), 4.6), squeeze=False, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(7 * len(results), 4.6), squeeze=False, layout="constrained"
+    )
     for panel, (dataset, result) in zip(panels[0], results.items(), strict=True):
-        bars = [(LABELS[name], row["x_textbook"], "tab:blue") for name, row in rows(result).items() if row["x_textbook"]]
+        bars = [
+            (LABELS[name], row["x_textbook"], "tab:blue") for name, row in rows(result).items() if row["x_textbook"]
+        ]
         bars += [(p, [v[dataset]], "tab:gray") for p, v in peers()["speed"].items() if dataset in v]
         for place, (_, values, colour) in enumerate(reversed(bars)):
             middle = statistics.median(values)
@@ -229,23 +254,34 @@ def versions() -> dict[str, str]:
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="How many count; one before them warms up.")] = 7,
     only: Annotated[str, typer.Option(help=f"One data set: {', '.join(DATASETS)}.")] = "",
-    contenders: Annotated[str, typer.Option(help=f"Names separated by commas, of {', '.join(LABELS)}.")] = ",".join(LABELS),
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait before a repeat, at most, until others are quiet.")] = 30,
-    quick: Annotated[bool, typer.Option(help="Tiny work, to see that everything runs; its numbers mean nothing.")] = False,
+    contenders: Annotated[str, typer.Option(help=f"Names separated by commas, of {', '.join(LABELS)}.")] = ",".join(
+        LABELS
+    ),
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait before a repeat, at most, until others are quiet.")
+    ] = 30,
+    quick: Annotated[
+        bool, typer.Option(help="Tiny work, to see that everything runs; its numbers mean nothing.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for round.json and round.png.")] = HERE / "results",
 ) -> None:
     """Seconds per round of the fixed work, contenders interleaved."""
     names = contenders.split(",")
-    if unknown := [name for name in names if name not in LABELS] or [name for name in [only] if name and name not in DATASETS]:
+    if unknown := [name for name in names if name not in LABELS] or [
+        name for name in [only] if name and name not in DATASETS
+    ]:
         raise typer.BadParameter(f"{unknown[0]}: there are {', '.join([*LABELS, *DATASETS])}")
     skipped = {}
     if FLOWER in names and len(versions()) < 2:
         skipped[FLOWER] = "it is not installed (pip install -e '.[bench]')"
         names.remove(FLOWER)
     report: dict[str, Any] = {
-        "quick": quick, "environment": environment() | versions(), "started": time.strftime("%Y-%m-%d"), "skipped": skipped,
+        "quick": quick,
+        "environment": describe_environment() | versions(),
+        "started": time.strftime("%Y-%m-%d"),
+        "skipped": skipped,
         "results": {},
-    }  # fmt: skip
+    }
     with Progress(console=Console(stderr=True)) as progress:
         for dataset in [only] if only else DATASETS:
             work = Work(DATASETS[dataset][1], **(QUICK if quick else {}))

@@ -1,8 +1,9 @@
-"""Seconds and memory of pFedLA's server step over the number of clients, beside the textbook way; and of a whole simulation.
+"""Seconds and memory of pFedLA's server step by the number of clients, of a textbook one, and of a simulation.
 
-A step is what the server does for one round of 10 participants: their weights, their mixes (download), the gradient of the
-weights, the hypernetworks' step and the new models (aggregate). One intra-op thread. Every size runs in a process of its own,
-whose peak resident memory is reported. The first step of a process warms up and is not counted.
+A step is what the server does for one round of 10 participants: their weights, their mixes (download), the
+gradient of the weights, the hypernetworks' step and the new models (aggregate). One intra-op thread. Every
+size runs in a process of its own, whose peak resident memory is reported. The first step of a process warms
+up and is not counted.
 
 python benchmarks/bench_server.py
 """
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pfedla.engines.allocator import keep_freed_memory
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,14 +28,16 @@ from torch import nn
 
 from pfedla.algorithms import create
 from pfedla.algorithms.pfedla import PFedLA
-from pfedla.core.contracts import Algorithm, Cohort, LocalTraining, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, Payload, ServerState
 from pfedla.core.layers import take
 from pfedla.core.models import build_model
 from pfedla.core.rounds import sample_cohort
+from pfedla.core.settings import Training
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.runs.result import environment
-from pfedla.runs.simulation import simulate
+from pfedla.engines.client import keep_freed_memory
+from pfedla.runs.folder import describe_environment
+from pfedla.runs.run import simulate
 
 PARTICIPANTS, STEPS, LONG = 10, 9, 10.0  # a textbook step that takes longer (seconds) is the last of its kind
 RESULTS = Path(__file__).parent / "results"
@@ -94,15 +96,19 @@ def ours(algorithm: Algorithm, server: ServerState, cohort: Cohort, uploads: Upl
 
 
 def textbook(algorithm: PFedLA, server: ServerState, cohort: Cohort, uploads: Uploads, watch: Watch) -> None:
-    """What the equations say, written down: every participant's model is a sum over the stacked models that autograd knows,
-    and its update is sent back through it into its hypernetwork; then a new state is made of copies."""
+    """Write the equations down: a participant's model is a sum over the stacked models that autograd knows, its update
+    goes back through it into its hypernetwork, and a new state is made of copies."""
     with watch:
-        models, hypernetworks = ({n: v.clone() for n, v in server[group].items()} for group in ("models", "hypernetworks"))
-    network = algorithm._hypernetwork(len(next(iter(models.values()))))
+        models, hypernetworks = (
+            {n: v.clone() for n, v in server[group].items()} for group in ("models", "hypernetworks")
+        )
+    network = algorithm._network(len(next(iter(models.values()))))
     for client in cohort.ids.tolist():
         with watch:
-            leaves = {name: value.clone().requires_grad_() for name, value in take(server["hypernetworks"], client).items()}
-            alpha = network.alpha({name: value[None] for name, value in leaves.items()}, torch.tensor([client]))[0]
+            leaves = {
+                name: value.clone().requires_grad_() for name, value in take(server["hypernetworks"], client).items()
+            }
+            alpha = network.alpha({name: value[None] for name, value in leaves.items()})[0]
             mixed = {}
             for name, value in server["models"].items():
                 weights = alpha[algorithm.task.layers.index[name]].view(-1, *[1] * (value.ndim - 1))
@@ -122,9 +128,8 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     """In this process, which should do nothing else."""
     torch.set_num_threads(1)  # both as in a run
     keep_freed_memory()
-    algorithm = create(
-        "pfedla", task_of(module_of(case.parameters)), LocalTraining(0.01, 1, 32), {"rule": "paper", **case.options}
-    )
+    training = Training(lr=0.01, local_epochs=1, batch_size=32)
+    algorithm = create("pfedla", task_of(module_of(case.parameters)), training, case.options)
     server = algorithm.init_server(case.clients, 0)
     draws = torch.Generator().manual_seed(0)
     for value in server["models"].values():
@@ -158,9 +163,18 @@ def simulated(clients: int, rounds: int = 2) -> dict[str, Any]:
     federation = Federation(train, test, tuple("0123456789"), mean=(127.5,) * 3, std=(73.9,) * 3)
     start = time.perf_counter()
     simulate(
-        federation, module_of(PAPER), "pfedla", rounds=rounds, local_epochs=1, batch_size=8, progress=False,
-        participation=PARTICIPANTS / clients, evaluate_every=rounds, hypernetwork="compact", neighbours=5, warm_up=0,
-    )  # fmt: skip
+        federation,
+        module_of(PAPER),
+        "pfedla",
+        rounds=rounds,
+        local_epochs=1,
+        batch_size=8,
+        progress=False,
+        participation=PARTICIPANTS / clients,
+        evaluate_every=rounds,
+        hypernetwork="compact",
+        neighbours=5,
+    )
     return {"clients": clients, "rounds": rounds, "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
 
 
@@ -177,8 +191,16 @@ def apart(what: str, **values: Any) -> dict[str, Any]:
 
 
 def cases(quick: bool) -> list[Case]:
-    kinds = [(label, parameters, options, sizes[:1]) for label, parameters, options, sizes in KINDS[::3]] if quick else KINDS
-    return [Case(label, n, parameters, options) for label, parameters, options, sizes in kinds for n in sizes]
+    kinds = (
+        [(label, parameters, options, sizes[:1]) for label, parameters, options, sizes in KINDS[::3]]
+        if quick
+        else KINDS
+    )
+    return [
+        Case(label, n, parameters=parameters, options=options)
+        for label, parameters, options, sizes in kinds
+        for n in sizes
+    ]
 
 
 def run(quick: bool, console: Console) -> dict[str, Any]:
@@ -193,14 +215,21 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
             break
     with console.status("a whole simulation"):
         simulation = apart("simulation", clients=20 if quick else 1_000)
-    return {"environment": environment(), "participants": PARTICIPANTS, "steps": measured, "simulation": simulation}
+    return {
+        "environment": describe_environment(),
+        "participants": PARTICIPANTS,
+        "steps": measured,
+        "simulation": simulation,
+    }
 
 
 def table_of(report: dict[str, Any]) -> Table:
     table = Table("form", "clients", "parameters", "median ms", "fastest", "slowest", "core ms", "peak GiB")
     for one in report["steps"]:
         seconds = one["seconds"]
-        times = [1e3 * f(seconds) for f in (statistics.median, min, max)] + [1e3 * statistics.median(one["core_seconds"])]
+        times = [1e3 * f(seconds) for f in (statistics.median, min, max)] + [
+            1e3 * statistics.median(one["core_seconds"])
+        ]
         numbers = (f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in times)
         table.add_row(
             one["label"], f"{one['clients']:,}", f"{one['parameters']:,}", *numbers, f"{one['peak_bytes'] / 2**30:.2f}"

@@ -1,5 +1,7 @@
-"""One contender in a process of its own: `python contenders.py NAME DATA WORK THREADS` (0: as many as it takes by itself).
-For every line on standard input it plays a round and answers with a line of JSON, its seconds among them."""
+"""One contender in its own process: `python contenders.py NAME DATA WORK THREADS` (0: as many as it takes).
+
+For every line on standard input it runs a round and answers with a line of JSON that holds its seconds.
+"""
 
 import copy
 import json
@@ -15,9 +17,9 @@ import torch
 
 from fixed_work import CLASSES, TextbookCNN, Work, loaders, mean_of, read_federation, train_textbook
 from pfedla.algorithms.fedavg import FedAvg
-from pfedla.core.contracts import ClientState, LocalData, LocalResult, LocalTraining, Payload
 from pfedla.core.models import build_model, model_for
 from pfedla.core.rounds import run_rounds
+from pfedla.core.settings import EngineSettings, Training
 from pfedla.core.tasks import task_of
 from pfedla.engines import create_engine
 
@@ -25,14 +27,6 @@ Play = Callable[[], Mapping[str, Any] | None]  # a round; what it returns is ans
 Serve = Callable[[Play], None]
 
 GEMM_SIZE, GEMM_PRODUCTS = 1024, 12
-
-
-class TwiceAsSlow(FedAvg):
-    """Trains everything twice: what the guard must notice."""
-
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        super().local_update(client, download, data)
-        return super().local_update(client, download, data)
 
 
 def textbook(data: Path, work: Work, threads: int, serve: Serve) -> None:
@@ -54,19 +48,25 @@ def textbook(data: Path, work: Work, threads: int, serve: Serve) -> None:
     serve(play)
 
 
-def ours(engine: str, kind: type[FedAvg], data: Path, work: Work, threads: int, serve: Serve, *, compile: bool = False) -> None:
-    """A round of FedAvg as every run plays it: download, train, check, aggregate, commit; nothing is evaluated."""
+def ours(settings: EngineSettings, data: Path, work: Work, threads: int, serve: Serve) -> None:
+    """Run FedAvg as every run does: download, train, check, aggregate, commit; nothing is evaluated."""
     federation = read_federation(data)
     module = build_model(model_for(work.shape), work.shape, CLASSES, torch.Generator().manual_seed(0))
-    algorithm = kind(task=task_of(module), training=LocalTraining(work.lr, work.epochs, work.batch_size))
+    training = Training(lr=work.lr, local_epochs=work.epochs, batch_size=work.batch_size)
+    algorithm = FedAvg(task=task_of(module), training=training)
+    settings = settings.model_copy(update={"threads": threads})
     never = sys.maxsize
-    with create_engine(
-        engine, algorithm, federation, device="cpu", threads=threads, recalibrate="never", compile=compile
-    ) as clients:
+    with create_engine(algorithm, federation, settings, recalibrate="never") as clients:
         rounds = run_rounds(
-            algorithm, clients, federation.num_examples, algorithm.init_server(work.clients, 0),
-            rounds=range(1, never), participation=1.0, evaluate_every=never, seed=0,
-        )  # fmt: skip
+            algorithm,
+            clients,
+            federation.num_examples,
+            algorithm.init_server(work.clients, 0),
+            rounds=range(1, never),
+            participation=1.0,
+            evaluate_every=never,
+            seed=0,
+        )
 
         def play() -> None:
             assert not next(rounds).failures
@@ -99,10 +99,9 @@ def gemm(data: Path, work: Work, threads: int, serve: Serve) -> None:
 
 CONTENDERS: dict[str, Callable[[Path, Work, int, Serve], None]] = {
     "textbook": textbook,
-    "threaded": partial(ours, "threaded", FedAvg),
-    "compiled": partial(ours, "threaded", FedAvg, compile=True),
-    "vectorized": partial(ours, "vectorized", FedAvg),
-    "slowed": partial(ours, "threaded", TwiceAsSlow),
+    "threaded": partial(ours, EngineSettings(name="threaded")),
+    "compiled": partial(ours, EngineSettings(name="threaded", compile=True)),
+    "vectorized": partial(ours, EngineSettings(name="vectorized")),
     "flower": flower,
     "gemm": gemm,
 }

@@ -1,6 +1,7 @@
 """The fixed work that all contenders do: the same images, the same model, the same local budget.
 
-Every contender is its own process and reads the clients' images from one file, so that none pays for what another needs.
+Every contender is its own process and reads the clients' images from one file, so that none pays for what
+another needs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from pfedla.core.models import PaperCNN, model_for
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment
 
 CLASSES = 10
 TEST_SHARE = 0.3
@@ -43,7 +45,7 @@ class Work:
 
 
 def lay_out(dataset: str, work: Work, path: Path, *, synthetic: bool = False) -> str:
-    """Write the clients' images to a file: real ones where they are there, unless others are asked for. Returns which."""
+    """Write the clients' images to a file, real ones if they are there; return whether they are real."""
     name, shape = DATASETS[dataset]
     if state_of(name).here and not synthetic:
         samples = round(work.images / (1 - TEST_SHARE))  # the paper's split: four classes each, 30 % held out

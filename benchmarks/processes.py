@@ -1,4 +1,4 @@
-"""Contenders as processes: told in turn to play a round, their memory and the load of all others watched from outside."""
+"""Contenders as processes: each runs a round when told to; its memory and the load of others are watched."""
 
 import json
 import os
@@ -16,9 +16,12 @@ from fixed_work import Work
 MIB = 2**20
 PROC = Path("/proc")
 QUIET = {  # Flower and Ray neither call home nor install anything; Ray stays on this machine
-    "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-}  # fmt: skip
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 
 
 class Contender:
@@ -37,7 +40,7 @@ class Contender:
         self._answer()
 
     def play(self) -> dict[str, Any]:
-        """A round: its seconds, CPU seconds of all its processes, and the share of the machine that others took meanwhile."""
+        """Run a round; return its seconds, its CPU seconds, and the share of the machine that others took."""
         assert self._process.stdin
         busy, own, idle = machine_seconds(), self._cpu_seconds(), None
         self._process.stdin.write("play\n")
@@ -74,7 +77,9 @@ class Contender:
                 lines = (PROC / str(pid) / "status").read_text().splitlines()
             except OSError:
                 continue
-            kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+            kib = {
+                key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest
+            }
             if "VmHWM" in kib:
                 peaks.append(kib["VmHWM"] - kib["RssFile"])
                 files.append(kib["RssFile"])
@@ -83,7 +88,9 @@ class Contender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process.stdin
         self._process.stdin.close()
         try:
@@ -117,7 +124,9 @@ def stat_of(pid: int) -> list[str] | None:
 
 def tree(root: int) -> Iterator[int]:
     """A process and all its descendants."""
-    parents = {int(path.name): int(stat[1]) for path in PROC.glob("[0-9]*") if (stat := stat_of(int(path.name))) is not None}
+    parents = {
+        int(path.name): int(stat[1]) for path in PROC.glob("[0-9]*") if (stat := stat_of(int(path.name))) is not None
+    }
     found = [root]
     for pid in found:
         yield pid

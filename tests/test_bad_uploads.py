@@ -35,9 +35,7 @@ def on_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Send:
 
 
 def on_first(change: Callable[[Tensor], Any]) -> Send:
-    return on_tensors(
-        lambda tensors: tensors | {(name := next(iter(tensors))): change(tensors[name].clone())}
-    )
+    return on_tensors(lambda tensors: tensors | {(name := next(iter(tensors))): change(tensors[name].clone())})
 
 
 def put(value: Tensor, number: float) -> Tensor:
@@ -73,9 +71,7 @@ KINDS: dict[str, tuple[Send, set[str]]] = {
 }
 
 
-def intercept(
-    monkeypatch: pytest.MonkeyPatch, send: Send, clients: Any = (BAD,), engine: str = "threaded"
-) -> None:
+def intercept(monkeypatch: pytest.MonkeyPatch, send: Send, clients: Any = (BAD,), engine: str = "threaded") -> None:
     """Change the answers of some clients on their way."""
     train = ENGINES[engine].train
 
@@ -106,9 +102,7 @@ def test_a_bad_upload_is_refused_and_leaves_no_trace(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedla", "fedfomo"])
-def test_the_order_of_the_names_in_an_upload_changes_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_the_names_in_an_upload_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, _ = play(make(name, batch_norm=True), toy_federation())
     intercept(monkeypatch, on_tensors(lambda tensors: dict(reversed(tensors.items()))), range(6))
     shuffled, _ = play(make(name, batch_norm=True), toy_federation())
@@ -152,9 +146,7 @@ def spoil_labels(federation: Federation, *clients: int) -> Federation:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["fedavg-ft", "pfedla"])
-def test_a_client_that_raises_is_left_out_alone(
-    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_raises_is_left_out_alone(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the vectorized engine, its group is computed again without it."""
     algorithm = make(name, batch_norm=None)
     played, clients = play(algorithm, spoil_labels(toy_federation(), BAD), engine=engine)
@@ -218,9 +210,7 @@ def test_no_upload_whatever_it_is_gets_past_or_stops_the_check(data: st.DataObje
     nonsense = values[data.draw(st.integers(0, len(values) - 1))]
     cohort = everyone(torch.tensor([9, 9]), 1, 0)
     downloads = algorithm.download(algorithm.init_server(2, 0), cohort)
-    honest = Answer(
-        upload=downloads.rows(0), training_loss=torch.zeros(()), accuracy=0.5, loss=1.0, finite=True
-    )
+    honest = Answer(upload=downloads.rows(0), training_loss=torch.zeros(()), accuracy=0.5, loss=1.0, finite=True)
     bad = honest._replace(upload=nonsense) if part == "all" else with_upload(honest, **{part: nonsense})
     assert answer_bytes(bad, algorithm.task.layers) >= 0
     accepted, failures = accept(algorithm, {}, cohort, downloads, [honest, bad])

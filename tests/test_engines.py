@@ -49,19 +49,14 @@ def train(module: nn.Module, federation: Federation, **settings: Any) -> list[An
         ("threaded", "cuda", nn.Linear(2, 2), "threaded"),
     ],
 )
-def test_the_engine_is_chosen_by_device_and_model(
-    name: Any, device: str, module: nn.Module, chosen: str
-) -> None:
+def test_the_engine_is_chosen_by_device_and_model(name: Any, device: str, module: nn.Module, chosen: str) -> None:
     assert resolve_engine(EngineSettings(name=name, device=device), module).name == chosen
 
 
 def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
     assert resolve_engine(EngineSettings(compile=True), module).name == "threaded"  # though it is small
-    for settings in (
-        EngineSettings(compile=True, name="vectorized"),
-        EngineSettings(compile=True, device="cuda"),
-    ):
+    for settings in (EngineSettings(compile=True, name="vectorized"), EngineSettings(compile=True, device="cuda")):
         with pytest.raises(PfedlaError, match="--compile"):
             resolve_engine(settings, module)
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -71,14 +66,9 @@ def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: p
 
 def test_compiled_training_is_the_plain_one_for_any_number_of_threads() -> None:
     torch.manual_seed(0)
-    module, federation = (
-        nn.Linear(5, 3),
-        federation_of_images((5,), [24, 19, 5, 24]),
-    )  # with and without a rest
+    module, federation = (nn.Linear(5, 3), federation_of_images((5,), [24, 19, 5, 24]))  # with and without a rest
     plain = train(module, federation, name="threaded")
-    compiled, again = (
-        train(module, federation, name="threaded", compile=True, threads=threads) for threads in (2, 1)
-    )
+    compiled, again = (train(module, federation, name="threaded", compile=True, threads=threads) for threads in (2, 1))
     for left, right, same in zip(plain, compiled, again, strict=True):
         torch.testing.assert_close(right.upload.tensors, left.upload.tensors, rtol=1e-3, atol=1e-5)
         assert_same(right.upload.tensors, same.upload.tensors)
@@ -93,13 +83,7 @@ def test_threads_and_a_resumed_engine_change_no_bit(name: str) -> None:
     straight, clients = play(algorithm, federation, threads=1, participation=0.7)
     first, saved = play(algorithm, federation, threads=3, participation=0.7, rounds=range(1, 3))
     second, resumed = play(
-        algorithm,
-        federation,
-        threads=2,
-        participation=0.7,
-        rounds=range(3, 4),
-        server=first[-1].server,
-        clients=saved,
+        algorithm, federation, threads=2, participation=0.7, rounds=range(3, 4), server=first[-1].server, clients=saved
     )
     assert_same(flat(straight[-1].server), flat(second[-1].server))
     assert_same(clients, resumed)

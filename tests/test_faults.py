@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, TinyNet, assert_same, engine_for, flat, make, methods, play, toy_federation
+from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_federation
+from pydantic import ValidationError
 
 from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.faults import Faults
-from pfedla.core.rounds import everyone, sample_cohort
+from pfedla.core.rounds import everyone
 from pfedla.data.federation import Examples, Federation
-from pfedla.runs.overrides import with_setting
+
+RUN = ("-d", "digits", "--clients", 5, "--samples", 60, "--rounds", 3, "--local-epochs", 2, "--model", "mlp")
 
 
 def cohort(round: int = 1, clients: int = 200, seed: int = 0) -> Cohort:
@@ -22,35 +25,36 @@ def cohort(round: int = 1, clients: int = 200, seed: int = 0) -> Cohort:
 
 def test_shares_are_what_they_say_and_come_from_the_seed() -> None:
     faults = Faults(dropout=0.3, stragglers=0.5, attack="nan", attackers=0.25, attack_rate=0.1)
-    away = torch.stack([~faults.answering(cohort(round)) for round in range(1, 21)]).float()
+    away = torch.stack([~faults.choose_answering(cohort(round)) for round in range(1, 21)]).float()
     assert away.mean().item() == pytest.approx(0.3, abs=0.03)
     assert (away.mean(0) > 0).all()  # everybody stays away now and then
-    epochs = torch.tensor([[faults.epochs(cohort(round), client, 5) for client in range(200)] for round in range(1, 6)])
+    budgets = [[faults.limit_epochs(cohort(round), client, 5) for client in range(200)] for round in range(1, 6)]
+    epochs = torch.tensor(budgets)
     assert (epochs < 5).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert set(epochs.unique().tolist()) == {1, 2, 3, 4, 5}
-    attackers = faults.attacking(200, seed=0)
+    attackers = faults.choose_attackers(200, seed=0)
     assert len(attackers.unique()) == 50
-    assert not torch.equal(attackers, faults.attacking(200, seed=1))
-    rate = torch.tensor([faults.attacks(cohort(round), client) for round in range(1, 6) for client in range(200)]).float()
-    assert rate.mean().item() == pytest.approx(0.1, abs=0.03)
-    assert torch.equal(faults.answering(cohort(3)), faults.answering(cohort(3)))
-    assert not torch.equal(faults.answering(cohort(3)), faults.answering(cohort(3, seed=1)))
-
-
-def test_what_a_client_draws_does_not_depend_on_who_else_is_there() -> None:
-    faults = Faults(dropout=0.5, stragglers=0.5)
-    some = cohort().only(torch.tensor([3, 70, 199]))
-    assert torch.equal(faults.answering(some), faults.answering(cohort())[[3, 70, 199]])
+    assert not torch.equal(attackers, faults.choose_attackers(200, seed=1))
+    rate = [faults.attacks(cohort(round), client) for round in range(1, 6) for client in range(200)]
+    assert sum(rate) / len(rate) == pytest.approx(0.1, abs=0.03)
+    assert not torch.equal(faults.choose_answering(cohort(3)), faults.choose_answering(cohort(3, seed=1)))
+    some = cohort().only(torch.tensor([3, 70, 199]))  # a client's draw does not depend on who else is there
+    assert torch.equal(faults.choose_answering(some), faults.choose_answering(cohort())[[3, 70, 199]])
 
 
 @pytest.mark.parametrize(
     ("attack", "scale", "expected"),
-    [("sign-flip", 1.0, [-1.0, 0.0, 4.0]), ("sign-flip", 2.0, [-2.0, -2.0, 5.0]), ("scale", 10.0, [10.0, 22.0, -7.0])],
+    [
+        ("sign-flip", 1.0, [-1.0, 0.0, 4.0]),
+        ("sign-flip", 2.0, [-2.0, -2.0, 5.0]),
+        ("scale", "auto", [10.0, 22.0, -7.0]),
+    ],
 )
-def test_attacks_by_hand(attack: str, scale: float, expected: list[float]) -> None:
+def test_attacks_by_hand(attack: Any, scale: Any, expected: list[float]) -> None:
     start, trained = {"a": torch.tensor([0.0, 2.0, 3.0])}, {"a": torch.tensor([1.0, 4.0, 2.0])}
-    upload = Payload({**trained, "steps": torch.tensor(7)}, torch.ones(1, dtype=torch.bool), {"weights": torch.ones(2)})
-    sent = Faults(attack=attack, attackers=1.0, attack_scale=scale).attacked(cohort(), 0, upload, start)
+    tensors = {**trained, "steps": torch.tensor(7)}
+    upload = Payload(tensors, torch.ones(1, dtype=torch.bool), extras={"weights": torch.ones(2)})
+    sent = Faults(attack=attack, attackers=1.0, attack_scale=scale).falsify(cohort(), 0, upload, start)
     assert sent.tensors["a"].tolist() == expected
     assert sent.tensors["steps"].item() == 7  # a counter has no sign
     assert sent.extras["weights"].tolist() == [1.0, 1.0]
@@ -58,89 +62,72 @@ def test_attacks_by_hand(attack: str, scale: float, expected: list[float]) -> No
 
 
 def test_noise_is_as_large_as_the_update_it_stands_for() -> None:
-    start, trained = {"a": torch.zeros(10_000)}, {"a": torch.full((10_000,), 0.3)}
-    upload = Payload(trained, torch.ones(1, dtype=torch.bool))
+    start, upload = {"a": torch.zeros(10_000)}, Payload({"a": torch.full((10_000,), 0.3)}, torch.ones(1))
     noise = Faults(attack="noise", attackers=1.0, attack_scale=2.0)
-    sent = noise.attacked(cohort(), 0, upload, start).tensors["a"]
+    sent, again, later = (noise.falsify(cohort(round), 0, upload, start).tensors["a"] for round in (1, 1, 2))
     assert sent.mean().item() == pytest.approx(0.0, abs=0.02)
     assert sent.std().item() == pytest.approx(0.6, rel=0.03)
-    assert torch.equal(sent, noise.attacked(cohort(), 0, upload, start).tensors["a"])
-    assert not torch.equal(sent, noise.attacked(cohort(round=2), 0, upload, start).tensors["a"])
+    assert torch.equal(sent, again)
+    assert not torch.equal(sent, later)
 
 
-WORST = Faults(dropout=0.3, stragglers=0.6, attack="sign-flip", attackers=0.34, attack_rate=0.7)
-
-
-@pytest.mark.parametrize("name", methods("fedrep", "heurpfedla"))
+@pytest.mark.parametrize("name", ["fedrep", "heurpfedla"])
 def test_engines_fail_alike(name: str) -> None:
-    """Absent clients, fewer epochs and attacks are those of the seed, with any engine and any number of threads."""
+    """Absent clients, fewer epochs and attacks are those of the seed, with any engine."""
+    worst = Faults(dropout=0.3, stragglers=0.6, attack="sign-flip", attackers=0.34, attack_rate=0.7)
     algorithm = make(name, batch_norm=None, epochs=3)
-    federation = toy_federation()
     one, two, vectorized = (
-        play(algorithm, federation, faults=WORST, threads=threads, engine=engine)
+        play(algorithm, toy_federation(), faults=worst, threads=threads, engine=engine)
         for threads, engine in ((1, "threaded"), (3, "threaded"), (1, "vectorized"))
     )
     assert_same(flat(one[0][-1].server), flat(two[0][-1].server))
     assert_same(one[1], two[1])
-    tolerance = 1e-3 if name == "fedfomo" else 1e-4  # it divides small differences, see test_conformance
-    assert_same(flat(one[0][-1].server), flat(vectorized[0][-1].server), tolerance)
+    assert_same(flat(one[0][-1].server), flat(vectorized[0][-1].server), 1e-4)
     away = [set(played.failures) for played in one[0]]
-    expected = [
-        set((~WORST.answering(sample_cohort(torch.tensor(SIZES), r, 1.0, 0))).nonzero().flatten().tolist()) for r in (1, 2, 3)
-    ]
-    assert away == expected == [set(played.failures) for played in vectorized[0]]
+    assert away == [set(played.failures) for played in vectorized[0]]
     assert sum(map(len, away)) > 0
 
 
-@pytest.mark.parametrize("name", methods("fedavg", "fedrep", "pfedla"))
-def test_a_straggler_does_the_first_of_its_epochs(name: str, federation: Federation) -> None:
-    algorithm = make(name, batch_norm=None, epochs=4)
-    faults = Faults(stragglers=1.0)
-    who = everyone(federation.num_examples, 1, 0)
-    with engine_for(algorithm, federation, threads=1, recalibrate="never", faults=faults
-    ) as engine:
-        downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
-        for client in range(len(federation)):
-            epochs = faults.epochs(who, client, 4)
+def test_a_straggler_does_the_first_of_its_epochs() -> None:
+    algorithm, federation = make("fedavg", epochs=4), toy_federation()
+    faults, who = Faults(stragglers=1.0), everyone(federation.num_examples, 1, 0)
+    downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
+    with engine_for(algorithm, federation, faults=faults) as engine:
+        answers = engine.train(who, downloads)
+        for client, answer in enumerate(answers):
+            epochs = faults.limit_epochs(who, client, 4)
             assert 1 <= epochs < 4
-            one = engine.client(client)
-            short, whole = (one.local_data(who, downloads, count) for count in (engine._epochs(who, client), None))
-            assert torch.equal(short.order, whole.order[:epochs])
-        late, in_time = (
-            [answer.training_loss.item() for answer in e.train(who, downloads)]
-            for e in (engine, engine_for(algorithm, federation, threads=1, recalibrate="never"))
-        )
-    assert all(torch.tensor(late).isfinite())
-    assert late != in_time
+            data = engine.client(client).local_data(who, downloads, has_trained=False)
+            short = data._replace(order=data.order[:epochs], crops=data.crops[:epochs])
+            expected = algorithm.local_update({}, downloads.rows(client), short)
+            assert_same(answer.upload.tensors, expected.upload.tensors, 1e-6)
 
 
-@pytest.mark.parametrize("name", [method for method in methods("fedavg", "fedfomo", "pfedla") if method.id != "local"])
-def test_sign_flips_and_scaled_updates_reach_the_server(name: str, federation: Federation) -> None:
-    """An attack changes what the server has, but only from the attackers' uploads; NaN never gets there."""
-    algorithm = make(name, batch_norm=None)
+@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "pfedla"])
+def test_only_the_attackers_uploads_change_and_nan_never_arrives(name: str) -> None:
+    algorithm, federation = make(name, batch_norm=None), toy_federation()
     clean, _ = play(algorithm, federation, rounds=range(1, 2))
-    attackers = Faults(attack="sign-flip", attackers=0.34).attacking(len(federation), 0).tolist()
+    attackers = Faults(attack="scale", attackers=0.34).choose_attackers(len(federation), 0).tolist()
     for attack in ("sign-flip", "scale", "noise"):
-        attacked, _ = play(
-            algorithm, federation, rounds=range(1, 2), faults=Faults(attack=attack, attackers=0.34, attack_scale=3.0)
-        )
+        faults = Faults(attack=attack, attackers=0.34, attack_scale=3.0)
+        attacked, _ = play(algorithm, federation, rounds=range(1, 2), faults=faults)
         assert not attacked[0].failures
         before, after = flat(clean[0].server), flat(attacked[0].server)
         assert any(not torch.equal(before[key], after[key]) for key in before)
         if "models" in clean[0].server:
-            for row, client in enumerate(range(len(federation))):
-                same = all(
-                    torch.equal(value[row], attacked[0].server["models"][key][row])
-                    for key, value in clean[0].server["models"].items()
-                )
-                assert same == (client not in attackers)
+            models = attacked[0].server["models"]
+            for client in range(len(federation)):
+                rows = [torch.equal(v[client], models[key][client]) for key, v in clean[0].server["models"].items()]
+                assert all(rows) == (client not in attackers)
     refused, _ = play(algorithm, federation, rounds=range(1, 2), faults=Faults(attack="nan", attackers=0.34))
-    assert sorted(refused[0].failures) == attackers
-    assert all(failure.reason == "not finite" for failure in refused[0].failures.values())
+    assert {client: failure.reason for client, failure in refused[0].failures.items()} == dict.fromkeys(
+        attackers, "not finite"
+    )
 
 
-def test_pfedla_takes_less_from_sign_flippers_than_from_others() -> None:
-    """Eight clients that follow one rule, two of which flip their updates: their weight in the others' mixes falls."""
+@pytest.mark.parametrize("name", ["pfedla", "pfedla-heldout"])
+def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> None:
+    """Of eight clients that follow one rule two flip their updates: the others give them less weight."""
     draws = torch.Generator().manual_seed(0)
 
     def examples(count: int) -> Examples:
@@ -149,119 +136,55 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others() -> None:
 
     federation = Federation([examples(40) for _ in range(8)], [examples(9) for _ in range(8)], ("0", "1", "2"))
     faults = Faults(attack="sign-flip", attackers=0.25)
-    result = simulate(federation, TinyNet(), "pfedla", rounds=10, local_epochs=2, lr=0.1, faults=faults)
-    attackers = faults.attacking(8, 0).tolist()
+    result = simulate(federation, TinyNet(), name, rounds=10, local_epochs=2, lr=0.1, faults=faults)
+    attackers = faults.choose_attackers(8, 0).tolist()
     honest = [client for client in range(8) if client not in attackers]
-    weight = result.alpha[honest][:, :, attackers].sum(-1)
-    assert (weight < 0.25).all()  # uniform weights give 2 of 8
-    assert weight.mean() < 0.2
+    assert result.alpha[honest][:, :, attackers].sum(-1).mean() < 0.23  # uniform weights give 2 of 8
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"attack": "sign-flip"}, "the share of the clients"),
-        ({"attackers": 0.2}, "give what is sent"),
-        ({"attack": "nan", "attackers": 0.01}, "is nobody"),
-        ({"stragglers": 0.5, "epochs": 1}, "with one local epoch nobody can do fewer"),
-    ],
+    "section", [{"attack": "sign-flip"}, {"attackers": 0.2}, {"attack": "nan", "attackers": 0.01}, {"stragglers": 0.5}]
 )
-def test_faults_that_do_not_fit_are_refused(section: dict, message: str) -> None:
-    epochs = section.pop("epochs", 2)
-    with pytest.raises(PfedlaError, match=message):
-        simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, local_epochs=epochs, faults=Faults(**section))
+def test_faults_that_do_not_fit_are_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(PfedlaError, match=f"faults.{next(reversed(section))}"):
+        simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, local_epochs=1, faults=section)
 
 
-@pytest.mark.parametrize(
-    "section", [{"attack": "bogus"}, {"dropout": -3.0}, {"attackers": 7.0}, {"stragglers": float("nan")}, {"attack_rate": 2.0}]
-)
-def test_faults_that_cannot_be_are_refused(section: dict) -> None:
-    with pytest.raises(PfedlaError, match=next(iter(section))):
-        Faults(**section)
+def test_faults_out_of_range_are_refused() -> None:
+    values = {"attack": "bogus", "dropout": 1.0, "attackers": 7.0, "stragglers": float("nan"), "attack_rate": 2.0}
+    for name, value in values.items():
+        with pytest.raises(ValidationError, match=name):
+            Faults(**{name: value})
 
 
-def test_scaled_updates_are_ten_times_as_long_unless_said_otherwise() -> None:
-    assert [Faults(attack=attack, attackers=0.5).factor for attack in ("sign-flip", "noise", "scale")] == [1.0, 1.0, 10.0]
-    assert Faults(attack="scale", attackers=0.5, attack_scale=3.0).factor == 3.0
-
-
-RUN = ("run", "-d", "digits", "--clients", 5, "--samples", 60, "--rounds", 3, "--local-epochs", 2, "--model", "mlp")
-
-
-def test_an_experiment_file_with_faults(pfedla, tmp_path: Path) -> None:
-    """[faults] and [uploads] in the file; who fails is in rounds.jsonl, result.json and the summary."""
+def test_an_experiment_file_with_faults(pfedla: Any, tmp_path: Path) -> None:
+    """[faults] and [uploads] in the file; who fails is in rounds.jsonl and result.json."""
     (tmp_path / "e.toml").write_text(
         "[faults]\ndropout = 0.3\nattack = 'nan'\nattackers = 0.4\n[uploads]\nnorm_bound = 5\nmax_failed_rounds = 9\n"
     )
-    code, out, err = pfedla(*RUN[:1], "e.toml", *RUN[1:], "--out", "r")
+    code, _, err = pfedla("run", "e.toml", *RUN, "--out", "r")
     assert code == 0, err
     result = json.loads((tmp_path / "r" / "result.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "r" / "rounds.jsonl").read_text().splitlines()]
-    attackers = Faults(attack="nan", attackers=0.4).attacking(5, 0).tolist()
+    attackers = Faults(attack="nan", attackers=0.4).choose_attackers(5, 0).tolist()
     assert result["attackers"] == attackers
     assert lines[-1]["failures"] == result["failures"]
     refused = {int(client) for client, reasons in result["failures"].items() if "not finite" in reasons}
     assert refused <= set(attackers)
     assert refused
-    assert result["refused_uploads"] == sum(reasons.get("not finite", 0) for reasons in result["failures"].values())
     honest = [a for client, a in enumerate(result["accuracy"]["per_client"]) if client not in attackers]
     assert result["honest"]["accuracy"]["mean"] == pytest.approx(sum(honest) / 3)
-    assert lines[-1]["honest"]["accuracy"]["mean"] == result["honest"]["accuracy"]["mean"]
-    assert "FAULTS on purpose: dropout 0.3, attack nan, attackers 0.4" in out
-    assert "2 of 5 clients attack; accuracies are of the 3 honest ones" in out
-    assert "not finite, client" in out
-    assert "left out: not finite" in err
-    assert (tmp_path / "r" / "attackers.png").exists()
 
 
-def test_a_comparison_under_attack_is_of_the_honest(pfedla, tmp_path: Path) -> None:
-    flip = ("--set", "faults.attack=sign-flip", "--set", "faults.attackers=0.4")
-    code, out, err = pfedla("compare", "-a", "fedavg,pfedla", *RUN[1:], *flip, "--out", "c")
-    assert code == 0, err
-    assert "2 of 5 clients attack" in out
-    assert "2 of 5 clients attack" in (tmp_path / "c" / "comparison.md").read_text()
+def test_one_method_that_gives_up_does_not_take_the_others_with_it(pfedla: Any, tmp_path: Path) -> None:
+    """A client that sends enormous numbers breaks FedAvg's common model; Local does not see it."""
+    values = ("attack=scale", "attackers=0.4", "attack_scale=1e30")
+    huge = [word for value in values for word in ("--set", f"faults.{value}")]
+    compare = ("compare", "-a", "fedavg,local", *RUN, "--rounds", 9, *huge, "--set", "uploads.max_failed_rounds=2")
+    code, _, err = pfedla(*compare, "--out", "c")
+    assert code == 1, err
     content = json.loads((tmp_path / "c" / "comparison.json").read_text())
-    mean = content["fedavg"][0]["honest"]["accuracy"]["mean"]
-    assert f"| fedavg | {100 * mean:.1f} |" in (tmp_path / "c" / "comparison.md").read_text()
-
-
-@pytest.mark.parametrize("attack", ["nan", "noise", "sign-flip", "scale"])
-def test_every_attack_can_be_given_on_the_command_line(attack: str) -> None:
-    assert with_setting({}, f"faults.attack={attack}") == {"faults": {"attack": attack}}
-
-
-def test_one_method_that_gives_up_does_not_take_the_others_with_it(pfedla, tmp_path: Path) -> None:
-    """A client that sends enormous numbers breaks FedAvg's common model for everybody; Local does not hear of it."""
-    huge = ("--set", "faults.attack=scale", "--set", "faults.attackers=0.4", "--set", "faults.attack_scale=1e30")
-    compare = (
-        "compare",
-        "-a",
-        "fedavg,local",
-        *RUN[1:],
-        "--rounds",
-        9,
-        *huge,
-        "--set",
-        "uploads.max_failed_rounds=2",
-        "--out",
-        "c",
-    )
-    code, out, err = pfedla(*compare)
-    assert code == 1
-    assert "uploads.norm_bound from the start, may help" in err
-    content = json.loads((tmp_path / "c" / "comparison.json").read_text())
-    assert "in 2 rounds in a row" in content["fedavg"]["gave_up"]
-    assert content["local"][0]["rounds"] == 9
-    assert "fedavg: seed 0: in 2 rounds in a row" in out.replace("\n", " ")
-    code, _, err = pfedla(*compare, "--resume")
-    assert code == 1
-    assert "so the run was given up; a larger max_failed_rounds lets it go on" in err
-    code, _, err = pfedla(*compare[:-2], "--out", "bounded", "--set", "uploads.norm_bound=5")
+    assert "gave_up" in json.dumps(content["fedavg"])
+    assert "gave_up" not in json.dumps(content["local"])
+    code, _, err = pfedla(*compare, "--out", "bounded", "--set", "uploads.norm_bound=5")
     assert code == 0, err
-
-
-@pytest.mark.parametrize("setting", ["faults.dropout=1", "faults.attack=explode", "uploads.norm_bound=0.5", "faults.atack=nan"])
-def test_values_that_are_not_possible(pfedla, setting: str) -> None:
-    code, _, err = pfedla(*RUN, "--set", setting)
-    assert code == 2
-    assert setting.partition("=")[0] in err

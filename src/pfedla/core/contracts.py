@@ -128,9 +128,7 @@ class Task(Protocol):
         """Return a copy of the common initialisation: trained parameters and statistics."""
         ...
 
-    def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
-    ) -> Step:
+    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
         """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
         ...
 
@@ -147,12 +145,8 @@ class Task(Protocol):
 class Hooks(BaseModel):
     """What only some methods need. The defaults fit all others; read `Algorithm` first."""
 
-    personalizes_on_data: ClassVar[bool] = (
-        False  # whether `personalize` looks at `data`; else it may be empty
-    )
-    cannot_join: ClassVar[str] = (
-        "it has no rule for a client that joins after its run"  # empty: `admit` is one
-    )
+    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
+    cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
 
     def check(self, num_clients: int) -> None:
         """Raise NotApplicableError if the method does not fit, PfedlaError for a wrong option."""
@@ -216,9 +210,7 @@ class Algorithm(Hooks, ABC):
         """Return what each client of the cohort is sent, stacked."""
 
     @abstractmethod
-    def aggregate(
-        self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
-    ) -> ServerState:
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         """Return the next server state from the clients that answered; `downloads` is what they were sent.
 
         May write into the tensors of `server`, after everything that can fail: copy what you keep.

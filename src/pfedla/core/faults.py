@@ -62,17 +62,13 @@ class Faults(Section):
 
     def choose_answering(self, cohort: Cohort) -> Tensor:
         """Return for each client of the cohort whether it answers in this round."""
-        return torch.tensor(
-            [not _happens(self.dropout, cohort, "dropout", client) for client in cohort.ids.tolist()]
-        )
+        return torch.tensor([not _happens(self.dropout, cohort, "dropout", client) for client in cohort.ids.tolist()])
 
     def limit_epochs(self, cohort: Cohort, client: int, budget: int) -> int:
         """Return how many of its local epochs a client has time for in this round."""
         if not _happens(self.stragglers, cohort, "straggler", client):
             return budget
-        return int(
-            torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client))
-        )
+        return int(torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client)))
 
     def attacks(self, cohort: Cohort, client: int) -> bool:
         """Return whether a client, if it is an attacker, attacks in this round."""
@@ -104,6 +100,5 @@ class Faults(Section):
 
 def _happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
     return (
-        chance > 0
-        and float(torch.rand((), generator=generator(cohort.seed, purpose, cohort.round, client))) < chance
+        chance > 0 and float(torch.rand((), generator=generator(cohort.seed, purpose, cohort.round, client))) < chance
     )

@@ -113,9 +113,7 @@ def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) ->
     for row in range(len(weights)):
         for name, value in models.items():
             layer = layers.index[name]
-            mixed[name][row] = torch.tensordot(
-                weights[row, layer].to(value.dtype), value[senders[row, layer]], 1
-            )
+            mixed[name][row] = torch.tensordot(weights[row, layer].to(value.dtype), value[senders[row, layer]], 1)
     return mixed
 
 

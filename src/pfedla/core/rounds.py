@@ -124,9 +124,7 @@ def run_rounds(
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with timed(seconds, "evaluate"):
                 next_cohort = everyone(num_examples, number + 1, seed)
-                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(
-                    algorithm, engine, server, next_cohort
-                )
+                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, next_cohort)
                 traffic = traffic.plus(evaluation=evaluation_bytes)
         yield Round(
             round=number,

@@ -81,9 +81,7 @@ class ClassificationTask:
             raise PfedlaError(f"the model cannot train on a {batch}: {reason}") from error
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if not isinstance(found, tuple) or len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
-            raise PfedlaError(
-                f"the model should return a logit for each of the {num_classes} classes, not {found}"
-            )
+            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {found}")
         if not torch.equal(before, torch.random.get_rng_state()):
             torch.random.set_rng_state(before)
             raise PfedlaError(
@@ -95,9 +93,7 @@ class ClassificationTask:
         """Return images or weights as the model is fastest with them in memory."""
         return value
 
-    def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
-    ) -> Step:
+    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
         moving = {name: value for name, value in parameters.items() if only is None or name in only}
 
         def objective(moving: Params) -> tuple[Tensor, Params]:
@@ -144,9 +140,7 @@ class DirectTask(ClassificationTask):
     def _lay_out_all(self, tensors: Params) -> Params:
         return {name: self.lay_out(value) for name, value in tensors.items()}
 
-    def gradient(
-        self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None
-    ) -> Step:
+    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
         leaves = {name: value.detach() for name, value in self._lay_out_all(parameters).items()}
         moving = [name for name in leaves if only is None or name in only]
         statistics = {name: value.clone() for name, value in statistics.items()}
@@ -197,9 +191,7 @@ class CompiledTask(DirectTask):
         def whole_step(x: Tensor, y: Tensor, *flat: Tensor) -> list[Tensor]:
             given = dict(zip(self._order, flat, strict=True))
             before = {name: given[name] for name in parameters}
-            gradients, (loss, updated) = gradient(
-                own, before, {name: given[name] for name in statistics}, x, y
-            )
+            gradients, (loss, updated) = gradient(own, before, {name: given[name] for name in statistics}, x, y)
             # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and loses the rate.
             after = (value - training.learning_rate * gradients[name] for name, value in before.items())
             return [loss, *after, *updated.values()]
@@ -243,11 +235,7 @@ class _FusedPooling(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         if func is not F.max_pool2d or not _is_two_by_two(*args[1:], **given):
@@ -263,12 +251,7 @@ class _FusedPooling(TorchFunctionMode):
 
 def _is_two_by_two(kernel_size: Any, stride: Any = None, **rest: Any) -> bool:
     twos = (2, (2, 2), [2, 2])
-    plain = {
-        "padding": (0, (0, 0)),
-        "dilation": (1, (1, 1)),
-        "ceil_mode": (False,),
-        "return_indices": (False,),
-    }
+    plain = {"padding": (0, (0, 0)), "dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)}
     return kernel_size in twos and stride in (None, *twos) and all(rest[key] in plain[key] for key in rest)
 
 
@@ -276,9 +259,7 @@ def descend(parameters: Params, gradients: Params, lr: float) -> Params:
     return {name: torch.add(value, gradients[name], alpha=-lr) for name, value in parameters.items()}
 
 
-def loss_of(
-    module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor
-) -> tuple[Tensor, Params]:
+def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
     statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
     return F.cross_entropy(functional_call(module, {**parameters, **statistics}, (x,)), y), statistics
 

@@ -26,9 +26,7 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
         start = stop
 
 
-def batches(
-    data: LocalData, training: Training, epochs: range | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches in the drawn order, of all or some epochs; a straggler has fewer epochs."""
     for epoch in range(len(data.order)) if epochs is None else epochs:
         if epoch >= len(data.order):
@@ -70,9 +68,7 @@ def sgd(
         gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
         statistics = statistics if keep_statistics else updated
         if towards is not None:
-            gradients = {
-                name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()
-            }
+            gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
         moving = descend(moving, gradients, training.learning_rate)
         losses.append(loss)
     mean = torch.stack(losses).mean() if losses else next(iter(parameters.values())).new_zeros(())

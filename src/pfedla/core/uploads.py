@@ -66,9 +66,7 @@ def _stack_answers(cohort: Cohort, downloads: Payload, answers: Sequence[Answer]
         cohort=cohort,
         downloads=downloads,
         uploads=uploads,
-        training_loss=torch.stack([answer.training_loss for answer in answers])
-        if answers
-        else torch.empty(0),
+        training_loss=torch.stack([answer.training_loss for answer in answers]) if answers else torch.empty(0),
         after_training=ClientMetrics(*(torch.tensor(column, dtype=torch.float64) for column in metrics)),
     )
 
@@ -96,9 +94,7 @@ def find_fault(answer: Answer, expected: Payload) -> Failure | None:
         return Failure("not an upload", "its training loss is no number")
     numbers = isinstance(answer.accuracy, float) and isinstance(answer.loss, float)
     if not numbers or not 0 <= answer.accuracy <= 1:
-        return Failure(
-            "not an upload", f"its accuracy is {answer.accuracy!r:.40}, its loss {answer.loss!r:.40}"
-        )
+        return Failure("not an upload", f"its accuracy is {answer.accuracy!r:.40}, its loss {answer.loss!r:.40}")
     if (fault := _find_fault_of_tensor("the mask of sent layers", upload.sent, expected.sent)) is not None:
         return fault
     if not torch.equal(upload.sent, expected.sent):
@@ -121,9 +117,7 @@ def _find_fault_of_tensor(name: str, found: object, wanted: Tensor) -> Failure |
 
 def _in_order(upload: Payload, expected: Payload) -> Payload:
     tensors = {name: upload.tensors[name].detach() for name in expected.tensors}
-    return Payload(
-        tensors, upload.sent, extras={name: upload.extras[name].detach() for name in expected.extras}
-    )
+    return Payload(tensors, upload.sent, extras={name: upload.extras[name].detach() for name in expected.extras})
 
 
 def update_norm(upload: Payload, start: Params) -> float:

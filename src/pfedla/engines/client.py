@@ -59,13 +59,7 @@ class Client:
     recalibrate: Recalibrate = "unsampled"
 
     def update(
-        self,
-        state: ClientState,
-        download: Payload,
-        cohort: Cohort,
-        *,
-        has_trained: bool,
-        epochs: int | None = None,
+        self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool, epochs: int | None = None
     ) -> tuple[ClientState, Answer]:
         """Train for a round, or its first epochs; return the private state after it and what is sent."""
         data = self.local_data(cohort, download, has_trained=has_trained, epochs=epochs)
@@ -95,9 +89,7 @@ class Client:
         with torch.no_grad():
             return evaluate(self.algorithm.task, model, *self.test_data())
 
-    def personalize(
-        self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool
-    ) -> Params:
+    def personalize(self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool) -> Params:
         """Return the personal model; estimate the statistics of a client that never trained."""
         algorithm = self.algorithm
         data = NO_DATA._replace(has_trained=torch.tensor(has_trained, device=self.device))
@@ -108,9 +100,7 @@ class Client:
         if not algorithm.task.layers.statistics or not estimates:
             return model
         x = self.train.x
-        if (
-            len(x) > RECALIBRATION_EXAMPLES
-        ):  # evenly spaced: the examples may be in the order of their classes
+        if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
             x = x[torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()]
         with torch.no_grad():
             recalibrated: Params = algorithm.task.recalibrate(model, self._inputs(x))
@@ -176,9 +166,7 @@ class SimulatedClients(ABC):
         self.threads = settings.threads or os.cpu_count() or 1
         self.recalibrate = recalibrate
         self.faults = faults
-        self.stopping = (
-            stopping  # asked before each client trains; if true, Stopped is raised, no state changes
-        )
+        self.stopping = stopping  # asked before each client trains; if true, Stopped is raised, no state changes
         initial = self.algorithm.init_client()
         self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
         self._trained = torch.zeros(len(federation), dtype=torch.bool)
@@ -244,9 +232,7 @@ class SimulatedClients(ABC):
         models = []
         for row, client in enumerate(cohort.ids.tolist()):
             model = attempt(self._personalize, cohort, client, copy_row(downloads, row))
-            models.append(
-                {} if isinstance(model, Exception) else {name: v.cpu() for name, v in model.items()}
-            )
+            models.append({} if isinstance(model, Exception) else {name: v.cpu() for name, v in model.items()})
         return models
 
     def state(self) -> Params:
@@ -256,9 +242,7 @@ class SimulatedClients(ABC):
 
     def load(self, state: Params) -> None:
         self._trained = state[TRAINED].clone()
-        private = Payload(
-            {name: v.to(self.device) for name, v in state.items() if name != TRAINED}, self._trained
-        )
+        private = Payload({name: v.to(self.device) for name, v in state.items() if name != TRAINED}, self._trained)
         self._clients = [copy_row(private, client).tensors for client in range(len(self.federation))]
 
     def __enter__(self) -> Self:
@@ -288,9 +272,7 @@ class SimulatedClients(ABC):
 
     def _personalize(self, cohort: Cohort, client: int, download: Payload) -> Params:
         has_trained = bool(self._trained[client])
-        return self.client(client).personalize(
-            self._clients[client], download, cohort, has_trained=has_trained
-        )
+        return self.client(client).personalize(self._clients[client], download, cohort, has_trained=has_trained)
 
 
 def attempt(function: Callable[..., R], *args: object) -> R | Exception:

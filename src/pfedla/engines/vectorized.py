@@ -61,10 +61,7 @@ class VectorizedEngine(SimulatedClients):
         states = [self._clients[client.number] for client in clients]
         data = [
             client.local_data(
-                cohort,
-                downloads.rows(row),
-                has_trained=bool(self._trained[client.number]),
-                epochs=epochs[row],
+                cohort, downloads.rows(row), has_trained=bool(self._trained[client.number]), epochs=epochs[row]
             )
             for row, client in zip(rows, clients, strict=True)
         ]
@@ -89,9 +86,7 @@ class VectorizedEngine(SimulatedClients):
         def group(rows: list[int]) -> dict[int, Test]:
             clients = cohort.ids[rows].tolist()
             pairs = zip(rows, clients, strict=True)
-            models = stack(
-                [self._personalize(cohort, client, copy_row(downloads, row)) for row, client in pairs]
-            )
+            models = stack([self._personalize(cohort, client, copy_row(downloads, row)) for row, client in pairs])
             return dict(zip(rows, self._test(models, clients), strict=True))
 
         tests: dict[int, Test | Exception] = {}
