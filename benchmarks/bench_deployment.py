@@ -1,8 +1,9 @@
-"""What a round costs on Flower: a SuperLink and SuperNodes on loopback beside the threaded engine, ten local epochs.
+"""Measure what a round costs on Flower: SuperLink and SuperNodes on loopback beside the threaded engine.
 
     python benchmarks/bench_deployment.py [--clients 3,10] [--datasets digits,fashion-mnist]
 
-Both train the same clients on the same cores, so the difference is Flower's: processes, imports, polling and messages.
+Both train the same clients on the same cores for ten local epochs, so the difference is Flower's: processes,
+imports, polling and messages.
 """
 
 import argparse
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pfedla
-from pfedla.flower.layout import planned, read_plan, write_deployment
+from pfedla.flower.layout import plan_deployment, read_deployment, write_deployment
 from pfedla.flower.local import LOOPBACK, run_locally
-from pfedla.runs.experiment import Experiment
-from pfedla.runs.interruption import Interruption
-from pfedla.runs.progress import Reporter
-from pfedla.runs.result import environment
 from pfedla.report.reading import read_result
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.folder import describe_environment
+from pfedla.runs.interruption import Interruption
+from pfedla.runs.progress import Display
 
 RESULTS = Path(__file__).parent / "results" / "deployment.json"
 ROUNDS = 3
@@ -26,13 +27,15 @@ ROUNDS = 3
 
 def measure(dataset: str, clients: int, folder: Path) -> dict[str, Any]:
     values = {
-        "rounds": ROUNDS, "evaluate_every": ROUNDS, "data": {"dataset": dataset, "clients": clients},
-        "training": {"local_epochs": 10}, "algorithm": {"name": "pfedla"},
-    }  # fmt: skip
-    deployment = planned(Experiment.parse(values), None, folder)
-    write_deployment(folder, deployment, [LOOPBACK], 9092)
-    plan = read_plan(folder)
-    run_locally(folder, clients, plan.folder, Reporter(ROUNDS, quiet=False), Interruption())
+        "rounds": ROUNDS,
+        "evaluate_every": ROUNDS,
+        "data": {"dataset": dataset, "clients": clients},
+        "training": {"local_epochs": 10},
+        "algorithm": {"name": "pfedla"},
+    }
+    write_deployment(folder, plan_deployment(Experiment.parse(values), None, folder), [LOOPBACK], 9092)
+    plan = read_deployment(folder)
+    run_locally(folder, clients, plan.folder, Display(ROUNDS), Interruption())
     simulated = pfedla.run(plan.experiment, folder / "simulated")
     seconds = [read_result(run / "result.json")["seconds"]["phases"] for run in (plan.folder, simulated)]
     deployed, threaded = (one["train"] / ROUNDS for one in seconds)
@@ -52,7 +55,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found.append(measure(dataset, clients, Path(folder) / "fed"))
             print(json.dumps(found[-1]), flush=True)
-    RESULTS.write_text(json.dumps({"environment": environment(), "seconds_per_round": found}, indent=2) + "\n")
+    RESULTS.write_text(json.dumps({"environment": describe_environment(), "seconds_per_round": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FedAvg in Flower's simulation: as many clients at a time as there are cores, one CPU each, the textbook's local training.
+"""FedAvg in Flower's own simulation (Ray): as many clients at a time as cores, with the textbook's local training.
 
 A module of its own: Ray's actors import it by name, so that each reads its data once and keeps them.
 """
@@ -56,7 +56,7 @@ def simulate(data: Path, work: Work, serve: Serve) -> None:
         model = TextbookCNN(work.shape, work.batch_norm).state_dict()
         nodes = list(grid.get_node_ids())
 
-        def play() -> None:
+        def run_round() -> None:
             nonlocal model
             content = RecordDict({"model": ArrayRecord(model), "config": config})
             messages = [Message(content, node, MessageType.TRAIN) for node in nodes]
@@ -66,7 +66,7 @@ def simulate(data: Path, work: Work, serve: Serve) -> None:
                 raise RuntimeError(f"{len(replies)} of {len(nodes)} clients answered; {failed}")
             model = mean_of([reply.content["model"].to_torch_state_dict() for reply in replies])
 
-        serve(play)
+        serve(run_round)
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": os.cpu_count()}}
     run_simulation(server_app, client_app, num_supernodes=work.clients, backend_config=resources)

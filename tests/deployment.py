@@ -1,4 +1,4 @@
-"""What is tried with real processes, each as a program of its own (in a namespace where that is possible):
+"""Scenarios with real processes, each a program of its own (in a namespace where that is possible):
 
     python tests/deployment.py SCENARIO FOLDER
 
@@ -10,67 +10,72 @@ import fcntl
 import json
 import os
 import re
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from flower_grid import Absent, simulate_absent
 from safetensors.torch import load_file
 
-import pfedla
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import Faults
 from pfedla.flower.codec import HEADER_BYTES
-from pfedla.flower.keys import write_certificates, write_node_key
-from pfedla.flower.layout import _write_app, planned, read_plan, write_deployment
-from pfedla.flower.local import LOOPBACK, LocalFederation, descendants, free_port, gather_models
-from pfedla.flower.plan import Plan
+from pfedla.flower.deployment import Deployment
+from pfedla.flower.keys import write_node_key
+from pfedla.flower.layout import plan_deployment, read_deployment, write_app, write_deployment
+from pfedla.flower.local import LOOPBACK, LocalFederation, collect_models
+from pfedla.flower.server_app import END, LOG, beside
+from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
-from pfedla.runs.result_file import read_result
 
-BEGUN = time.monotonic()
+START = time.monotonic()
 MARK = "PFEDLA_DEPLOYMENT_TEST"
-DIGITS = {"data": {"dataset": "digits", "clients": 3}, "rounds": 3, "evaluate_every": 3, "training": {"local_epochs": 2}}
-
+DIGITS = {
+    "data": {"dataset": "digits", "clients": 3},
+    "rounds": 3,
+    "evaluate_every": 3,
+    "training": {"local_epochs": 2},
+}
 TWO = {**DIGITS, "data": {"dataset": "digits", "clients": 2}}
 
 
-def deployment(folder: Path, values: dict[str, Any], **options: Any) -> Plan:
-    write_deployment(folder, planned(Experiment.parse(values), None, folder, **options), [LOOPBACK], 9092)
-    return read_plan(folder)
+def deploy(folder: Path, values: dict[str, Any]) -> Deployment:
+    write_deployment(folder, plan_deployment(Experiment.parse(values), None, folder), [LOOPBACK], 9092)
+    return read_deployment(folder)
 
 
-def another_app(folder: Path, name: str, plan: Plan, values: dict[str, Any]) -> Plan:
-    """Another experiment for the same clients and keys, in folder/name."""
-    other = planned(Experiment.parse(values), None, folder).experiment
-    changed = plan.deployment.model_copy(update={"folder": str(folder / f"run-{name}")})
-    _write_app(folder / name, Plan(other, changed))
-    return Plan(other, changed)
+def add_app(folder: Path, name: str, values: dict[str, Any]) -> Deployment:
+    """Write another experiment for the same clients and keys to folder/name."""
+    settings = read_deployment(folder).settings.model_copy(update={"folder": str(folder / f"run-{name}")})
+    other = Deployment(plan_deployment(Experiment.parse(values), None, folder).experiment, settings)
+    write_app(folder / name, other)
+    return other
 
 
-def until(happens: Callable[[], Any], what: str, seconds: float = 150) -> Any:
+def wait_for(happens: Callable[[], Any], what: str, seconds: float = 150) -> Any:
     end = time.monotonic() + seconds
     while not (value := happens()):
-        assert time.monotonic() < end, f"{what} has not happened in {seconds} s"
+        assert time.monotonic() < end, f"{what}: not in {seconds} s"
         time.sleep(0.1)
-    print(f"{time.monotonic() - BEGUN:.0f} s: {what}", flush=True)
+    print(f"{time.monotonic() - START:.0f} s: {what}", flush=True)
     return value
 
 
-def said(plan: Plan) -> str:
-    log = Path(f"{plan.deployment.folder}.log")
+def read_log(deployment: Deployment) -> str:
+    log = beside(deployment.folder, LOG)
     return log.read_text(encoding="utf-8") if log.exists() else ""
 
 
-def ended(plan: Plan, times: int = 1, seconds: float = 240) -> None:
-    until(lambda: len(re.findall("^(?:finished|failed): ", said(plan), re.M)) >= times, f"the end of {plan.folder}", seconds)
-    assert said(plan).splitlines()[-1].startswith("finished: "), said(plan)
+def wait_for_end(deployment: Deployment) -> None:
+    end = beside(deployment.folder, END)
+    wait_for(end.exists, f"the end of {deployment.folder.name}", 240)
+    assert json.loads(end.read_text()) == {"error": None}, read_log(deployment)
 
 
 def same(left: Path, right: Path) -> bool:
@@ -78,44 +83,46 @@ def same(left: Path, right: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def assert_as_simulated(folder: Path, plan: Plan, **checks: bool) -> dict[str, Any]:
-    """The run folder, with the sites' models gathered, is that of `pfedla run` with the threaded engine, bit for bit."""
-    simulated = pfedla.run(plan.experiment, folder / "simulated" / plan.folder.name)
-    gather_models(folder, plan.folder)
+def assert_as_simulated(folder: Path, deployment: Deployment, absent: Absent | None = None) -> dict[str, Any]:
+    """The run folder, with the sites' models in it, is that of the threaded engine, bit for bit."""
+    simulated = folder / "simulated" / deployment.folder.name
+    simulate_absent(deployment.experiment, simulated, absent)
+    collect_models(folder, deployment.folder)
     for path in sorted([*simulated.glob("models/*"), *simulated.glob("alpha.safetensors")]):
-        assert same(plan.folder / path.relative_to(simulated), path), path
-    ours, theirs = (read_result(path / "result.json") for path in (plan.folder, simulated))
+        assert same(deployment.folder / path.relative_to(simulated), path), path
+    ours, theirs = (read_result(path / "result.json") for path in (deployment.folder, simulated))
     for key in ("accuracy", "accuracy_after_training", "loss", "traffic", "failures"):
-        assert not checks.get(key, True) or ours[key] == theirs[key], (key, ours[key], theirs[key])
+        assert ours[key] == theirs[key], (key, ours[key], theirs[key])
     return ours
 
 
-def processes() -> Iterator[tuple[int, str]]:
-    """Those that this test has started, and theirs."""
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(path.name) != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
-                yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+def find_processes(program: str = "") -> list[psutil.Process]:
+    """Return what this test has started, directly or not."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]
+            if is_ours and any(program in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 # Scenarios
 
 
 def short(folder: Path) -> None:
-    """The command line's two commands, and nothing but them."""
+    """The command line's two commands, and nothing else."""
     command = [str(Path(sys.executable).with_name("pfedla")), "deploy"]
     words = ["-a", "pfedla", "-d", "digits", "--clients", "2", "--rounds", "1", "--local-epochs", "1"]
     subprocess.run([*command, "init", str(folder), *words], check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run([*command, "local", str(folder), "--json"], check=True, stdout=subprocess.PIPE, text=True)
-    told, plan = json.loads(done.stdout), read_plan(folder)
-    assert told["run"] == str(plan.folder)
-    result = assert_as_simulated(folder, plan)
-    assert told["accuracy"] == result["accuracy"]
-    simulated = folder / "simulated" / "run"
-    names = [{path.name for path in run.rglob("*") if path.name != ".lock"} for run in (plan.folder, simulated)]
-    assert names[0] - names[1] == {"deployment.json", ".run"}  # the same files, and what it is called at the sites
-    assert not names[1] - names[0]
+    local = [*command, "local", str(folder), "--json"]
+    told = json.loads(subprocess.run(local, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    deployment = read_deployment(folder)
+    assert told["run"] == str(deployment.folder)
+    assert told["accuracy"] == assert_as_simulated(folder, deployment)["accuracy"]
+    runs = (deployment.folder, folder / "simulated" / "run")
+    ours, simulated = ({path.name for path in run.rglob("*") if path.name != ".lock"} for run in runs)
+    assert ours ^ simulated == {"deployment.json", ".run"}
 
 
 SPOILER = """
@@ -152,88 +159,72 @@ def train(message, context):
 
 
 def methods(folder: Path) -> None:
-    """Three methods, then bad clients and strangers, on the same three SuperNodes."""
-    plan = deployment(folder, {**DIGITS, "algorithm": {"name": "pfedla", "warm_up": 0}})
-    plans = [plan]
-    for name, options in (("heurpfedla", {"retained_layers": 2, "warm_up": 0}), ("fedrep", {})):
-        plans.append(another_app(folder, name, plan, {**DIGITS, "algorithm": {"name": name, **options}}))
+    """Three methods, then bad clients and unknown nodes, on the same three SuperNodes."""
+    deployments = [deploy(folder, {**DIGITS, "algorithm": {"name": "pfedla"}})]
+    for name, options in (("heurpfedla", {"retained_layers": 2}), ("fedrep", {})):
+        deployments.append(add_app(folder, name, {**DIGITS, "algorithm": {"name": name, **options}}))
     with LocalFederation(folder, 3) as federation:
         for app in ("app", "heurpfedla"):  # two runs at once: a site keeps them apart
             federation.run(app)
-        for one in plans[:2]:
-            ended(one)
+        for one in deployments[:2]:
+            wait_for_end(one)
         federation.run("fedrep")
-        ended(plans[2])
+        wait_for_end(deployments[2])
         refusals(folder, federation)
-    for one in plans:
+    for one in deployments:
         traffic = assert_as_simulated(folder, one)["traffic"]
         wire = json.loads((one.folder / "deployment.json").read_text())["wire"]
         for way in ("down", "up"):
-            assert wire[way]["num_bytes"] == traffic[f"{way}_bytes"] + HEADER_BYTES * wire[way]["num_arrays"]
+            assert wire[f"{way}_bytes"] == traffic[f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
 
 
 def refusals(folder: Path, federation: LocalFederation) -> None:
-    """Strangers do not get in, a client with another's data cannot join, and what client 1 sends is of no use: client 0 goes
-    on alone."""
-    plan = another_app(folder, "spoiled", read_plan(folder), {**DIGITS, "rounds": 4, "evaluate_every": 4})
+    """Unknown nodes do not get in, client 2 has another's data, client 1 sends bad uploads: client 0 trains alone."""
+    deployment = add_app(folder, "spoiled", {**DIGITS, "rounds": 4, "evaluate_every": 4})
     (folder / "spoiled" / "pfedla_federation" / "client_app.py").write_text(SPOILER)
-    strangers = {name: folder / "sites" / name for name in ("stranger", "bought", "other-ca")}
-    for name, site in strangers.items():
-        site.mkdir()
-        write_node_key(site / "client.key", name)
-        write_certificates(site, [LOOPBACK])  # a CA of their own, which nobody asked for
-    trusted = folder / "server" / "ca.crt"
-    federation.register(strangers["bought"] / "client.key.pub", "client-1")  # the open control port: anybody may, as anybody
-
-    def node(name: str, ca: Path, key: Path | None) -> None:
-        words = ["--auth-supernode-private-key", str(key)] if key else []
-        federation._start(name, [
-            "flower-supernode", "--superlink", f"{LOOPBACK}:{federation.port}", "--host", LOOPBACK, "--port", str(free_port()),
-            "--root-certificates", str(ca), "--max-retries", "2", "--node-config", "partition-id=1", *words,
-        ])  # fmt: skip
-
-    node("stranger", trusted, strangers["stranger"] / "client.key")
-    node("keyless", trusted, None)
-    node("other-ca", strangers["other-ca"] / "ca.crt", folder / "sites" / "client-1" / "client.key")
-    node("bought", trusted, strangers["bought"] / "client.key")
+    for name in ("unregistered", "registered"):
+        key = folder / "sites" / name
+        write_node_key(key, name)
+        if name == "registered":  # the control port is open to everybody
+            federation.register(key.with_name(f"{name}.pub"), "client-1")
+        words = ("--max-retries", "2", "--node-config", "partition-id=1", "--auth-supernode-private-key", str(key))
+        federation.start_node(name, folder / "server" / "ca.crt", *words)
     federation.stop("client-2")
     federation.start_supernode(2, **{"partition-id": 0})  # its own key, another's data
-    until(lambda: (federation.logs / "client-2.log").read_text().count("SuperNode ID: ") == 2, "the other configuration")
+    log = federation.logs / "client-2.log"
+    wait_for(lambda: log.read_text().count("SuperNode ID: ") == 2, "the restart of client 2")
     federation.run("spoiled", **{"deployment.wait": 3.0})
-    ended(plan)
-    logs = {name: (federation.logs / f"{name}.log").read_text() for name in ("stranger", "keyless", "other-ca", "client-2")}
-    for name in ("stranger", "keyless", "other-ca"):
-        assert federation.processes.pop(name).wait(60) != 0, logs[name]  # refused, and gone
-        assert "Receiving" not in logs[name], logs[name]
-    assert "certificate verify failed" in logs["other-ca"].lower(), logs["other-ca"]
-    assert re.search(r"node \d+ \('client-1'\) has none of the clients' keys: it is left out", said(plan)), said(plan)
-    sentence = "partition-id = 0 is another's: this node's key is that of client 2"
-    assert f"client 2 cannot join: {sentence}" in said(plan), said(plan)
-    assert f"pfedla: {sentence}" in logs["client-2"]
+    wait_for_end(deployment)
+    text = (federation.logs / "unregistered.log").read_text()
+    assert federation.processes.pop("unregistered").wait(60) != 0, text  # refused, and gone
+    assert "Receiving" not in text, text
+    said = read_log(deployment)
+    assert re.search(r"node \d+ \('client-1'\)", said), said
+    assert "client 2 cannot join: partition-id" in said, said
+    assert "pfedla: partition-id" in log.read_text()
     reasons = ("not finite", "wrong shape", "wrong names", "not an upload")
-    assert read_result(plan.folder / "result.json")["failures"] == {"1": dict.fromkeys(reasons, 1), "2": {"no answer": 4}}
-    answering = Faults.answering
-    Faults.answering = lambda self, cohort: cohort.ids == 0  # type: ignore[method-assign]
-    simulated = pfedla.run(plan.experiment, folder / "simulated" / plan.folder.name)
-    Faults.answering = answering  # type: ignore[method-assign]
-    gather_models(folder, plan.folder)
+    failures = read_result(deployment.folder / "result.json")["failures"]
+    assert failures == {"1": dict.fromkeys(reasons, 1), "2": {"no answer": 4}}
+    simulated = folder / "simulated" / deployment.folder.name
+    simulate_absent(deployment.experiment, simulated, lambda client, round: client > 0)
+    collect_models(folder, deployment.folder)
     for name in ("alpha.safetensors", "models/client-0.safetensors"):
-        assert same(plan.folder / name, simulated / name), name
+        assert same(deployment.folder / name, simulated / name), name
 
 
 def node_killed(folder: Path) -> None:
     """kill -9 of a SuperNode while it trains: the round ends with the others, and the same node comes back."""
     values = {**TWO, "rounds": 5, "evaluate_every": 5, "training": {"local_epochs": 60}}
-    plan = deployment(folder, {**values, "algorithm": {"name": "heurpfedla", "retained_layers": 2}})
+    deployment = deploy(folder, {**values, "algorithm": {"name": "heurpfedla", "retained_layers": 2}})
     with LocalFederation(folder, 2) as federation:
         federation.run()
         log = federation.logs / "client-1.log"
-        until(lambda: log.read_text().count("Receiving: train") == 2, "the second round")
-        node = federation.processes["client-1"].pid
-        until(lambda: {pid for pid, command in processes() if "flwr-clientapp" in command} & {*descendants(node)}, "its work")
+        wait_for(lambda: log.read_text().count("Receiving: train") == 2, "the second round")
+        node = federation.processes["client-1"]
+        wait_for(lambda: {*find_processes("flwr-clientapp")} & {*node.children(recursive=True)}, "its work")
         federation.stop("client-1", kill=True)
 
-        def back() -> bool:  # refused as long as Flower believes the first one to be there
+        def is_back() -> bool:  # refused as long as Flower believes the first one to be online
             process = federation.processes.get("client-1")
             if process is None or process.poll() is not None:
                 federation.processes.pop("client-1", None)
@@ -241,58 +232,59 @@ def node_killed(folder: Path) -> None:
                 federation.start_supernode(1)
             return log.read_text().count("SuperNode ID: ") == 2
 
-        until(back, "the return of the node")
-        ended(plan)
-    lost = {int(found) for found in re.findall(r"round (\d+): client 1 did not answer: the node is gone", said(plan))}
-    left, returned = (re.search(rf"round (\d+): client 1 is {word}", said(plan)) for word in ("away", "back"))
-    absent = lost | set(range(int(left[1]), int(returned[1]))) if left and returned else lost
-    assert 2 in absent, said(plan)
-    assert 5 not in absent, said(plan)
-    Faults.answering = lambda self, cohort: torch.tensor([i != 1 or cohort.round not in absent for i in cohort.ids])  # type: ignore[method-assign]
-    result = assert_as_simulated(folder, plan)
+        wait_for(is_back, "the return of the node")
+        wait_for_end(deployment)
+    said = read_log(deployment)
+    absent = {int(found) for found in re.findall(r"round (\d+): client 1 did not answer", said)}
+    left, returned = (re.search(rf"round (\d+): client 1 is {word}", said) for word in ("away", "back"))
+    if left and returned:
+        absent |= set(range(int(left[1]), int(returned[1])))
+    assert 2 in absent, said
+    assert 5 not in absent, said
+    result = assert_as_simulated(folder, deployment, lambda client, round: client == 1 and round in absent)
     assert result["failures"] == {"1": {"no answer": len(absent)}}
 
 
 def server_killed(folder: Path) -> None:
-    """kill -9 of the ServerApp, then of the SuperLink: `resume` goes on each time, to the same end."""
-    plan = deployment(folder, {**TWO, "algorithm": {"name": "fedrep"}, "training": {"local_epochs": 20}})
-    with LocalFederation(folder, 2, lasting=True) as federation:
+    """kill -9 of the ServerApp, then of the SuperLink: the run resumes each time, to the same end."""
+    deployment = deploy(folder, {**TWO, "algorithm": {"name": "fedrep"}, "training": {"local_epochs": 20}})
+    checkpoints = deployment.folder / "checkpoints"
+    federation = LocalFederation(folder, 2)
+    federation.lasting = True
+    with federation:
         run = federation.run()
-        until(plan.folder.joinpath("checkpoints/round-1.json").exists, "the first round")
-        (server_app,) = (number for number, command in processes() if "flwr-serverapp" in command)
-        os.kill(server_app, signal.SIGKILL)
-        until(lambda: all("flwr-serverapp" not in command for _, command in processes()), "the ServerApp's end")
-        federation.stop_run(run)  # else Flower takes it to be running for almost a minute, and its nodes wait for it
+        wait_for((checkpoints / "round-1.json").exists, "the first round")
+        (server_app,) = find_processes("flwr-serverapp")
+        server_app.kill()
+        wait_for(lambda: not find_processes("flwr-serverapp"), "the end of the ServerApp")
+        federation.stop_run(run)  # else Flower takes it to be running for almost a minute, and its nodes wait
         run = federation.run(**{"deployment.resume": True})
-        until(plan.folder.joinpath("checkpoints/round-2.json").exists, "the second round")
-        assert re.search("going on after round [12]", said(plan)), said(plan)
+        wait_for((checkpoints / "round-2.json").exists, "the second round")
         federation.stop("superlink", kill=True)
-        until(lambda: all("flwr-serverapp" not in command for _, command in processes()), "the end of its ServerApp")
+        wait_for(lambda: not find_processes("flwr-serverapp"), "the end of its ServerApp")
+        beside(deployment.folder, END).unlink(missing_ok=True)
         federation.start_superlink()
         federation.stop_run(run)
         federation.run(**{"deployment.resume": True})
-        ended(plan)
-    assert said(plan).count("going on after round") == 2, said(plan)
-    assert_as_simulated(folder, plan)
+        wait_for_end(deployment)
+    assert read_log(deployment).count("resuming after round") == 2, read_log(deployment)
+    assert_as_simulated(folder, deployment)
 
 
 def main() -> None:
-    scenario, folder = (
-        {one.__name__: one for one in (short, methods, node_killed, server_killed)}[sys.argv[1]],
-        Path(sys.argv[2]),
-    )
-    with contextlib.suppress(OSError), socket.socket() as any_socket:  # in a namespace of its own, loopback is down at first
-        request = struct.pack("16sh14x", b"lo", 0x41)  # IFF_UP | IFF_RUNNING
-        fcntl.ioctl(any_socket, 0x8914, request)  # SIOCSIFFLAGS
+    scenarios = {one.__name__: one for one in (short, methods, node_killed, server_killed)}
+    folder = Path(sys.argv[2])
+    with contextlib.suppress(OSError), socket.socket() as any_socket:  # in a new namespace, loopback is down
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS: IFF_UP | IFF_RUNNING
     torch.set_num_threads(1)
     try:
-        scenario(folder / "fed")
+        scenarios[sys.argv[1]](folder / "fed")
     except (PfedlaError, AssertionError):
         for log in sorted(folder.rglob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
         raise
-    # Flower's helpers of a SuperNode that was refused look every few seconds whether it is still there.
-    until(lambda: not list(processes()), "the end of all processes", 20)
+    # Flower's helpers of a refused SuperNode look every few seconds whether it is still there.
+    wait_for(lambda: not find_processes(), "the end of all processes", 20)
 
 
 if __name__ == "__main__":

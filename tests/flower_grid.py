@@ -8,7 +8,6 @@ import pytest
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 import pfedla
@@ -28,15 +27,13 @@ Change = Callable[[int, Message], Message | Exception | None]
 Absent = Callable[[int, int], bool]  # of a client and a round
 
 
-class LoopbackGrid(Grid):
-    """`absent(client, round)` tells which clients are offline; `change` is what becomes of a reply on its way."""
+class LoopbackGrid:
+    """What the engine uses of Flower's Grid. `absent` clients are offline; `change` acts on a reply on its way."""
 
     def __init__(self, deployment: Deployment, folder: Path) -> None:
         self.deployment, self.replies, self.sent = deployment, {}, []
         self.round = 0
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
-            1  # as in the process of a ServerApp
-        )
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as in the process of a ServerApp
         self.absent: Absent = lambda client, round: False
         self.change: Change = lambda client, message: message
         clients = range(deployment.num_clients)
@@ -49,9 +46,6 @@ class LoopbackGrid(Grid):
     def get_nodes(self) -> Iterable[NodeInfo]:
         online = [node for node, client in self.nodes.items() if not self.absent(client, self.round)]
         return [NodeInfo(node_id=node, public_key=self.keys[node], name=f"node-{node}") for node in online]
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [node.node_id for node in self.get_nodes()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
@@ -74,36 +68,18 @@ class LoopbackGrid(Grid):
         return Context(1, 100 + client, self.config[client], RecordDict(), flatten(self.deployment))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        answers = [
-            answer for number in message_ids for answer in self.replies.pop(number, [])
-        ]  # forgotten at once
+        answers = [answer for number in message_ids for answer in self.replies.pop(number, [])]  # forgotten at once
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **options: Any) -> Message:
-        raise NotImplementedError
-
-    def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any:
-        return None
 
 
 def flatten(deployment: Deployment) -> dict[str, Any]:
     """Return the run configuration as Flower hands it over."""
     flat: dict[str, Any] = {}
     for key, value in deployment.to_run_config().items():
-        flat |= (
-            {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-        )
+        flat |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
     return flat
 
 

@@ -1,4 +1,4 @@
-"""The site's side of the Flower app. Flower starts a process per message; what lasts is in the site's folder."""
+"""The site's side of the Flower app. Flower starts a process per message; state is in the site's folder."""
 
 import sys
 

@@ -18,10 +18,7 @@ from pfedla.core.files import read_plain_array
 from pfedla.core.layers import Layers, is_finite
 
 HEADER_BYTES = 128
-SLACK, MORE = (
-    2**16,
-    16,
-)  # bytes and arrays beyond the expected that are still read, to name what is wrong with them
+SLACK, MORE = (2**16, 16)  # bytes and arrays beyond the expected that are still read, to name what is wrong with them
 TENSORS, EXTRAS, CONFIG, METRICS = "tensors", "extras", "config", "metrics"
 
 
@@ -30,7 +27,7 @@ def encode_tensors(tensors: Params) -> ArrayRecord:
 
 
 def encode_payload(payload: Payload, layers: Layers) -> RecordDict:
-    """Encode one client's payload, with the mask of the sent layers and the names of the tensors that stay behind."""
+    """Encode one client's payload, with the mask of the sent layers and the names of the other tensors."""
     sent = {name: value for name, value in payload.tensors.items() if payload.sent[layers.index[name]]}
     unsent = [name for name in payload.tensors if name not in sent]
     about = ConfigRecord({"sent": payload.sent.int().tolist(), "unsent": unsent})
@@ -44,7 +41,7 @@ def measure(content: RecordDict) -> tuple[int, int]:
 
 
 def decode_tensors(record: object, max_bytes: int, max_arrays: int) -> Params:
-    """Return the tensors of an untrusted record; refuse too many, too large, or not what their headers say."""
+    """Return the tensors of an untrusted record; refuse too many, too large, or damaged arrays."""
     if not isinstance(record, ArrayRecord):
         raise PfedlaError(f"expected arrays, got {shown(record)}")
     num_bytes = sum(len(array.data) for array in record.values())
@@ -55,12 +52,7 @@ def decode_tensors(record: object, max_bytes: int, max_arrays: int) -> Params:
         try:
             plain = read_plain_array(io.BytesIO(array.data), len(array.data), repr(name)[:60])
             tensors[name] = torch.from_numpy(plain)
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-            MemoryError,
-        ) as error:  # not a plain array, or unknown to torch
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:  # not a plain array, or unknown to torch
             raise PfedlaError(str(error)) from None
     return tensors
 
@@ -132,8 +124,7 @@ def decode_answer(content: RecordDict, expected: Payload, layers: Layers) -> Ans
         finite = read_number(content, "finite", 0.0) == 1
     except PfedlaError as error:
         return Failure("not an upload", str(error))
-    # In a simulation an upload also has tensors of layers that are not sent. Zeros stand for them. They are not
-    # counted as bytes: the client's own mask says that their layers were not sent.
+    # Zeros stand for tensors of layers that are not sent. They are not counted as bytes: the mask excludes them.
     for name, value in expected.tensors.items():
         if not sent[layers.index[name]]:
             if name in found:

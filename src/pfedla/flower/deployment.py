@@ -27,30 +27,21 @@ class DeploymentSettings(Section):
     """[deployment]: what does not belong to the experiment."""
 
     model_config = ConfigDict(strict=False)  # lists come as JSON
-    version: str
-    """Version of pfedla, the same on the server and at every site."""
-    folder: str
-    """The run folder, on the server."""
-    resume: bool = False
-    """Resume the run in `folder`."""
+    version: str  # of pfedla, the same everywhere
+    folder: str  # the run folder, on the server
+    resume: bool = False  # the run in `folder`
     min_clients: Annotated[int, Field(ge=1)] = 1
     """Clients that must be online: with fewer a round waits, then the run stops."""
     wait: Seconds = 300.0
     """Seconds to wait for clients: for all of them at the start, later for min_clients."""
     round_timeout: Seconds = 3600.0
     """Seconds to wait for clients before a round continues without them."""
-    shape: tuple[Annotated[int, Field(ge=1)], ...]
-    """Shape of an example."""
+    shape: tuple[Annotated[int, Field(ge=1)], ...]  # of an example
     classes: tuple[str, ...]
-    """Names of the classes."""
-    mean: tuple[float, ...] = ()
-    """Mean per channel of uint8 images. Empty: examples are floats and used as they are."""
+    mean: tuple[float, ...] = ()  # of uint8 images, per channel; empty: examples are used as they are
     std: tuple[float, ...] = ()
-    """Standard deviation per channel."""
-    names: tuple[str, ...]
-    """Names of the clients."""
-    keys: tuple[str, ...]
-    """Client i is the node with the i-th public key (OpenSSH)."""
+    names: tuple[str, ...]  # of the clients
+    keys: tuple[str, ...]  # client i is the node with the i-th public key (OpenSSH)
 
     def federation(self) -> RemoteFederation:
         """Return what is known of the federation before any client has joined: no numbers of examples."""
@@ -68,9 +59,7 @@ class Deployment(NamedTuple):
         values = tomllib.loads(self.experiment.to_toml())
         values["deployment"] = self.settings.model_dump(mode="json")
         return {
-            key: {name: _to_plain(one) for name, one in value.items()}
-            if isinstance(value, dict)
-            else _to_plain(value)
+            key: {name: _to_plain(one) for name, one in value.items()} if isinstance(value, dict) else _to_plain(value)
             for key, value in values.items()
         }
 
@@ -89,9 +78,7 @@ class Deployment(NamedTuple):
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, ("deployment", *problem["loc"])))
-            raise PfedlaError(
-                f"{where} = {shown(problem['input'])} is not possible: {problem['msg']}"
-            ) from None
+            raise PfedlaError(f"{where} = {shown(problem['input'])} is not possible: {problem['msg']}") from None
         return cls(Experiment.parse(values), settings)
 
     def build(self) -> Built:
@@ -101,13 +88,9 @@ class Deployment(NamedTuple):
             key = "[faults]" if experiment.faults.active else "unseen_clients"
             raise PfedlaError(f"{key} is for simulations; leave it out of a deployment")
         if experiment.checkpoint.rounds != 1:
-            raise PfedlaError(
-                "checkpoint.rounds must be 1 in a deployment: sites keep only their last states"
-            )
+            raise PfedlaError("checkpoint.rounds must be 1 in a deployment: sites keep only their last states")
         if settings.version != __version__:
-            raise PfedlaError(
-                f"pfedla {__version__} is installed here, the federation runs {settings.version}"
-            )
+            raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {settings.version}")
         if len(set(settings.keys)) < len(settings.keys):
             raise PfedlaError("two clients have the same key")
         return build_around(experiment, settings.federation())

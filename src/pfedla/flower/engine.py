@@ -1,8 +1,7 @@
 """Clients behind Flower's Grid: sites that keep their data and private state, and may come and go.
 
-Client i is the node with the i-th public key. The server remembers the round of each client's last accepted upload
-(its `base`), and tells the client to continue from its private state after that round. A client has trained if its
-base is not 0.
+Client i is the node with the i-th public key. The server remembers the round of each client's last accepted
+upload, its `base`: the client continues from its private state after that round. Base 0: it has not trained.
 """
 
 import math
@@ -29,15 +28,10 @@ from pfedla.flower.remote import RemoteFederation, SiteInfo
 
 POLL = 0.5  # seconds between two looks for replies
 JOINING = 120.0  # seconds for a client to answer when it is asked to join
-ASK_AGAIN = 60.0  # seconds until a client that could not join is asked again, and ten times what asking took
-COMMITTED, WIRE = "committed", "wire"  # in the state of a checkpoint
-INCOMPLETE = "its answer is incomplete"
-GONE = {
-    5: "the node is gone",
-    8: "its process was killed",
-    3: INCOMPLETE,
-    4: INCOMPLETE,
-}  # Flower's error codes
+ASK_AGAIN = 60.0  # seconds until a client that could not join is asked again, plus ten times what asking took
+WIRE = ("down_bytes", "down_arrays", "up_bytes", "up_arrays")
+GONE = {3: "its answer is incomplete", 4: "its answer is incomplete"}  # by Flower's error codes
+GONE |= {5: "the node is gone", 8: "its process was killed"}
 
 Replies = dict[int, RecordDict | Failure]
 
@@ -54,15 +48,13 @@ class FlowerEngine:
     say: Callable[[str], None] = lambda line: None
     _round: int = 0
     _said: set[str] = field(default_factory=set)
-    _ask_at: dict[int, float] = field(
-        default_factory=dict
-    )  # when a client that could not join is asked again
+    _ask_at: dict[int, float] = field(default_factory=dict)  # when to ask a client again to join
     _away: set[int] = field(default_factory=set)  # clients that have joined and are not online
 
     def __post_init__(self) -> None:
         self._client_of = {to_pem(key): client for client, key in enumerate(self.settings.keys)}
-        self._committed = torch.zeros(len(self.federation), dtype=torch.int64)  # base of each client
-        self._wire = torch.zeros(4, dtype=torch.int64)  # training: bytes and arrays down, bytes and arrays up
+        self._base = torch.zeros(len(self.federation), dtype=torch.int64)
+        self._wire = torch.zeros(len(WIRE), dtype=torch.int64)  # what training has sent, with headers
 
     # Joining
 
@@ -71,16 +63,11 @@ class FlowerEngine:
         total, joined = len(self.federation), self.federation.joined
         self.say(f"waiting up to {self.settings.wait:.0f} s for {total} clients")
         self._wait(lambda: self.admit() == total)
-        absent = [str(client) for client in range(total) if client not in joined]
-        self.say(
-            f"{len(joined)} of {total} clients have joined{'; missing: ' if absent else ''}{', '.join(absent)}"
-        )
+        missing = [client for client in range(total) if client not in joined]
+        self.say(f"{len(joined)} of {total} clients have joined" + (f"; missing: {missing}" if missing else ""))
 
     def admit(self) -> int:
-        """Ask the clients that have come online to join, and return how many have joined.
-
-        Blocks until they answer. A client that joins takes part from the next round on.
-        """
+        """Ask clients that have come online to join; return how many have joined. Blocks until they answer."""
         start, nodes = time.monotonic(), self._find_nodes()
         new = [c for c in nodes if c not in self.federation.joined and start >= self._ask_at.get(c, 0)]
         messages = {client: RecordDict({CONFIG: self._config("join", client)}) for client in new}
@@ -97,20 +84,15 @@ class FlowerEngine:
 
     def _wait(self, enough: Callable[[], bool]) -> None:
         """Wait until there are enough clients; raise if then fewer than min_clients are online."""
-        wait, least = self.settings.wait, self.settings.min_clients
-        end = time.monotonic() + wait
+        end = time.monotonic() + self.settings.wait
         while not enough() and time.monotonic() < end:
             time.sleep(1.0)
-        if len(online := self._find_joined()) < least:
-            raise GaveUpError(
-                f"after {wait:.0f} s {len(online)} of {len(self.federation)} clients are online, "
-                f"min_clients = {least}; start the others, then resume"
-            )
+        if (count := len(self._find_joined())) < self.settings.min_clients:
+            online = f"{count} of {len(self.federation)} clients are online after {self.settings.wait:.0f} s"
+            raise GaveUpError(f"{online}, min_clients = {self.settings.min_clients}; start the others, then resume")
 
     def _find_joined(self) -> dict[int, int]:
-        return {
-            client: node for client, node in self._find_nodes().items() if client in self.federation.joined
-        }
+        return {client: n for client, n in self._find_nodes().items() if client in self.federation.joined}
 
     def _find_nodes(self) -> dict[int, int]:
         """Return the nodes of our clients that are online, found by their keys, whatever names they claim."""
@@ -144,9 +126,7 @@ class FlowerEngine:
             reply = replies.get(client, NO_ANSWER)
             if isinstance(reply, Failure):
                 answers.append(reply)
-                if (
-                    reply.reason == NO_ANSWER.reason and reply.detail
-                ):  # other reasons are in the round's report
+                if reply.reason == NO_ANSWER.reason and reply.detail:  # the display shows other reasons
                     self.say(f"round {self._round}: client {client} did not answer: {reply.detail}")
                 continue
             expected = self.algorithm.upload_like(downloads.rows(row))
@@ -156,26 +136,23 @@ class FlowerEngine:
         return answers
 
     def commit(self, accepted: Tensor) -> None:
-        self._committed[accepted] = self._round
+        self._base[accepted] = self._round
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
         """A client that is offline or silent has no metrics. One that refuses or raises is a failure."""
         nodes = self._find_joined()
-        replies = self._exchange(
-            self._address("evaluate", cohort, downloads, nodes), MessageType.EVALUATE, nodes
-        )
-        metrics, failures = [], {}
-        for client in cohort.ids.tolist():
-            found = _read_metrics(replies.get(client, NO_ANSWER))
-            if isinstance(found, Failure):
-                metrics.append((torch.nan, torch.nan))
-                if found.reason != NO_ANSWER.reason:
-                    failures[client] = found
-                elif found.detail:
-                    self.say(f"client {client} was not evaluated: {found.detail}")
-            else:
-                metrics.append(found)
-        columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*metrics, strict=True))
+        messages = self._address("evaluate", cohort, downloads, nodes)
+        replies = self._exchange(messages, MessageType.EVALUATE, nodes)
+        metrics, failures = dict.fromkeys(cohort.ids.tolist(), (torch.nan, torch.nan)), {}
+        for client, reply in replies.items():
+            if isinstance(reply, Failure) and reply.reason == NO_ANSWER.reason:
+                self.say(f"client {client} was not evaluated: {reply.detail}")
+                continue
+            try:
+                metrics[client] = _read_metrics(reply)
+            except PfedlaError as error:
+                failures[client] = Failure("evaluation raised", str(error))
+        columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*metrics.values(), strict=True))
         return ClientMetrics(*columns), failures
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
@@ -183,18 +160,13 @@ class FlowerEngine:
         return [{} for _ in cohort.ids]
 
     def state(self) -> Params:
-        return {COMMITTED: self._committed.clone(), WIRE: self._wire.clone()}
+        return {"base": self._base.clone(), "wire": self._wire.clone()}
 
     def load(self, state: Params) -> None:
-        self._committed, self._wire = state[COMMITTED].clone(), state[WIRE].clone()
+        self._base, self._wire = state["base"].clone(), state["wire"].clone()
 
-    def wire(self) -> dict[str, dict[str, int]]:
-        """Return what training has sent as arrays, headers included."""
-        names, numbers = ("num_bytes", "num_arrays"), self._wire.tolist()
-        return {
-            "down": dict(zip(names, numbers[:2], strict=True)),
-            "up": dict(zip(names, numbers[2:], strict=True)),
-        }
+    def wire(self) -> dict[str, int]:
+        return dict(zip(WIRE, self._wire.tolist(), strict=True))
 
     def __enter__(self) -> Self:
         one_thread.acquire()  # as when simulating: the server's sums do not depend on the number of cores
@@ -209,15 +181,12 @@ class FlowerEngine:
 
     def _find_participants(self, ids: Sequence[int]) -> dict[int, int]:
         """Return the nodes of the cohort's clients that are online; first wait until min_clients are."""
-        known = set(
-            self.federation.joined
-        )  # whoever joins only now had no examples when the cohort was drawn
+        known = set(self.federation.joined)  # without clients that had no examples when the cohort was drawn
 
         def enough() -> bool:
-            if len(self._find_joined()) >= self.settings.min_clients:
-                return True
-            self.admit()
-            return False
+            if is_short := len(self._find_joined()) < self.settings.min_clients:
+                self.admit()
+            return not is_short
 
         self._wait(enough)
         online = self._find_joined()
@@ -238,7 +207,7 @@ class FlowerEngine:
         for row, client in enumerate(cohort.ids.tolist()):
             if client in nodes:
                 content = encode_payload(downloads.rows(row), self.algorithm.task.layers)
-                more = {"round": cohort.round, "seed": cohort.seed, "base": int(self._committed[client])}
+                more = {"round": cohort.round, "seed": cohort.seed, "base": int(self._base[client])}
                 content[CONFIG] = self._config(action, client, **more, **read_config(content))
                 messages[client] = content
         return messages
@@ -266,10 +235,9 @@ class FlowerEngine:
         return replies | dict.fromkeys(waiting.values(), late)
 
     def _pull(self, waiting: dict[str, int], replies: Replies) -> None:
-        """Move the replies that have come from `waiting` to `replies`.
+        """Move the replies that have come from `waiting` to `replies`, one by one.
 
-        One by one: Flower forgets what it hands out, so an unreadable reply would take all others along.
-        A reply belongs to the message that was asked for, whatever it says of itself.
+        Flower forgets what it hands out, so an unreadable reply would take the others of its pull along.
         """
         for message, client in list(waiting.items()):
             try:
@@ -277,9 +245,7 @@ class FlowerEngine:
                 if not came:
                     continue
                 replies[client] = _read_reply(came[0])
-            except (
-                httpx.HTTPError
-            ):  # the SuperLink is gone: this run ends, the next resumes from its checkpoint
+            except httpx.HTTPError:  # the SuperLink is gone: the run ends and can be resumed
                 raise
             except Exception as error:  # untrusted input may raise anything
                 detail = printable(f"it cannot be read: {type(error).__name__}: {error}")
@@ -295,18 +261,13 @@ def _read_reply(reply: Message) -> RecordDict | Failure:
     return reply.content if refusal is None else Failure("refused", printable(str(refusal)))
 
 
-def _read_metrics(reply: RecordDict | Failure) -> tuple[float, float] | Failure:
-    """Return accuracy and loss of an evaluation, or why there are none."""
-    try:
-        if isinstance(reply, Failure):
-            if reply.reason == NO_ANSWER.reason:
-                return reply
-            raise PfedlaError(f"{reply.reason}: {reply.detail}")
-        accuracy, loss = (read_number(reply, key) for key in ("accuracy", "loss"))
-        if not 0 <= accuracy <= 1:
-            raise PfedlaError(f"its accuracy is {accuracy}")
-    except PfedlaError as error:
-        return Failure("evaluation raised", str(error))
+def _read_metrics(reply: RecordDict | Failure) -> tuple[float, float]:
+    """Return accuracy and loss of an evaluation."""
+    if isinstance(reply, Failure):
+        raise PfedlaError(f"{reply.reason}: {reply.detail}")
+    accuracy, loss = (read_number(reply, key) for key in ("accuracy", "loss"))
+    if not 0 <= accuracy <= 1:
+        raise PfedlaError(f"its accuracy is {accuracy}")
     return accuracy, loss
 
 

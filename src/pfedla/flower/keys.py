@@ -54,9 +54,7 @@ def write_certificates(folder: Path, hosts: list[str]) -> None:
     server = (
         _certificate(_name(hosts[0]), server_key, SERVER_DAYS, is_ca=False)
         .add_extension(x509.SubjectAlternativeName([to_general_name(host) for host in hosts]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     )
     for name, key, builder in (("ca", ca_key, ca), ("server", server_key, server)):
@@ -69,9 +67,7 @@ def to_general_name(host: str) -> x509.GeneralName:
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
     if not re.fullmatch(r"[A-Za-z0-9*][A-Za-z0-9.*-]{0,252}", host):
-        raise PfedlaError(
-            f"--host {host}: give a name (fl.example.org) or an address, without https:// and port"
-        )
+        raise PfedlaError(f"--host {host}: give a name (fl.example.org) or an address, without https:// and port")
     return x509.DNSName(host)
 
 

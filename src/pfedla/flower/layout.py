@@ -53,18 +53,15 @@ class OwnData(NamedTuple):
 
 def plan_deployment(experiment: Experiment, own: OwnData | None, folder: Path, **options: Any) -> Deployment:
     """Return a deployment without keys; everything that can be refused is refused here."""
-    engine = experiment.engine.model_copy(update={"name": "threaded", "compile": False})  # what a site runs
-    checkpoint = experiment.checkpoint.model_copy(
-        update={"rounds": 1}
-    )  # a server may go down after any round
+    # A site runs one client with the threaded engine. A server may go down after any round.
+    engine = experiment.engine.model_copy(update={"name": "threaded", "compile": False})
+    checkpoint = experiment.checkpoint.model_copy(update={"rounds": 1})
     experiment = experiment.model_copy(update={"engine": engine, "checkpoint": checkpoint})
     if own is None:
         built = build(experiment)
         experiment, known = built.experiment, built.federation
         if known.subset:
-            raise PfedlaError(
-                f"{experiment.data.dataset} is read from {known.subset} here; sites may not have it"
-            )
+            raise PfedlaError(f"{experiment.data.dataset} is read from {known.subset}; sites may not have it")
         what = {key: getattr(known, key) for key in ("shape", "classes", "mean", "std", "names")}
     else:
         clients = experiment.data.clients
@@ -75,9 +72,8 @@ def plan_deployment(experiment: Experiment, own: OwnData | None, folder: Path, *
         scale = (HALF_OF_BYTE,) * own.shape[0] if own.pixels else ()
         names = tuple(map(str, range(clients)))
         what = {"shape": own.shape, "classes": own.classes, "mean": scale, "std": scale, "names": names}
-    settings = DeploymentSettings(
-        version=__version__, folder=str(folder / "run"), keys=what["names"], **what, **options
-    )
+    options |= {"version": __version__, "folder": str(folder / "run"), "keys": what["names"], **what}
+    settings = DeploymentSettings(**options)
     if settings.min_clients > len(settings.names):
         raise PfedlaError(f"--min-clients {settings.min_clients}: there are {len(settings.names)} clients")
     return Deployment(Deployment(experiment, settings).build().experiment, settings)
@@ -129,9 +125,7 @@ def write_app(app: Path, deployment: Deployment) -> None:
 def read_deployment(folder: Path) -> Deployment:
     path = folder / "app" / "pyproject.toml"
     if not path.is_file():
-        raise PfedlaError(
-            f"{folder} is not a deployment: it has no {path.relative_to(folder)}; see deploy init"
-        )
+        raise PfedlaError(f"{folder} is not a deployment: it has no app/pyproject.toml; see deploy init")
     try:
         config = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -147,29 +141,17 @@ def write_flower_config(home: Path, address: str, ca: Path) -> None:
 
 def describe_commands(folder: Path, deployment: Deployment, host: str, port: int) -> str:
     """Fill in commands.md; its lines that begin with `own:` are for sites that bring their own data."""
-    experiment, wanted = deployment.experiment, deployment.settings
+    wanted, brings_own = deployment.settings, deployment.experiment.data.dataset == SITES
     register = "flwr supernode register {0}/sites/client-{1}/client.key.pub {2} --name client-{1}"
-    values = {
-        "version": __version__,
-        "exports": " ".join(f"{key}={value}" for key, value in FLOWER_SWITCHES.items()),
-        "register": "\n    ".join(
-            register.format(folder, client, CONNECTION) for client in range(deployment.num_clients)
-        ),
-        "connection": CONNECTION,
-        "kind": "uint8" if wanted.mean else "float",
-        "shape": ", ".join(map(str, wanted.shape)),
-        "classes": ", ".join([*wanted.classes[:12], *["…"][: len(wanted.classes) > 12]]),
-        "example": ' data="/srv/mine.npz"' if experiment.data.dataset == SITES else "",
-    }
-    template = files("pfedla.flower").joinpath("commands.md").read_text(encoding="utf-8")
-    lines = [line for line in template.splitlines() if values["example"] or not line.startswith("own:")]
-    text = "\n".join(line.removeprefix("own:") for line in lines) + "\n"
-    return text.format(
-        folder=folder,
-        host=host,
-        port=port,
-        experiment=experiment,
-        clients=deployment.num_clients,
-        wanted=wanted,
-        **values,
-    )
+    lines = [register.format(folder, client, CONNECTION) for client in range(deployment.num_clients)]
+    values = {"folder": folder, "host": host, "port": port, "version": __version__, "connection": CONNECTION}
+    values |= {"experiment": deployment.experiment, "wanted": wanted, "clients": deployment.num_clients}
+    values["exports"] = " ".join(f"{key}={value}" for key, value in FLOWER_SWITCHES.items())
+    values["register"] = "\n    ".join(lines)
+    values["kind"] = "uint8" if wanted.mean else "float"
+    values["shape"] = ", ".join(map(str, wanted.shape))
+    values["classes"] = ", ".join(wanted.classes[:12]) + (", …" if len(wanted.classes) > 12 else "")
+    values["example"] = ' data="/srv/mine.npz"' if brings_own else ""
+    template = files("pfedla.flower").joinpath("commands.md").read_text(encoding="utf-8").splitlines()
+    chosen = [line.removeprefix("own:") for line in template if brings_own or not line.startswith("own:")]
+    return "\n".join([*chosen, ""]).format(**values)

@@ -1,4 +1,4 @@
-"""A whole deployment on this machine: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
+"""A deployment on this machine: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
 
 import contextlib
 import json
@@ -30,36 +30,27 @@ LOOK = 15.0  # seconds between two questions whether the run is alive: each take
 
 
 class LocalFederation:
-    """While it is entered, the SuperLink and all SuperNodes run; then they and all they started are stopped."""
+    """Runs the SuperLink and all SuperNodes while it is entered; then stops them and all they started."""
 
-    def __init__(
-        self,
-        folder: Path,
-        clients: int,
-        *,
-        lasting: bool = False,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`lasting`: the SuperLink still knows its nodes after a restart, at twice the cost."""
-        self.folder, self.clients, self.lasting, self.stopping = folder.resolve(), clients, lasting, stopping
+    def __init__(self, folder: Path, clients: int, *, stopping: Callable[[], bool] = lambda: False) -> None:
+        self.folder, self.clients, self.stopping = folder.resolve(), clients, stopping
+        self.lasting = False  # whether the SuperLink still knows its nodes after a restart, at twice the cost
         self.port = find_free_port()
         self.logs = self.folder / "logs"
         self.processes: dict[str, psutil.Popen] = {}
 
     def __enter__(self) -> Self:
         self.logs.mkdir(exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.stop_all)
+        try:
             self.start_superlink()
-            self.check_stopping()
-            names = [f"client-{client}" for client in range(self.clients)]
-            keys = [self.folder / "sites" / name / "client.key.pub" for name in names]
+            clients = [] if self.stopping() else range(self.clients)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(self.register, keys, names))
-            for client in range(self.clients):
+                list(pool.map(self.register_client, clients))
+            for client in clients:
                 self.start_supernode(client)
-            self.check_stopping()
-            stack.pop_all()
+        except BaseException:
+            self.stop_all()
+            raise
         return self
 
     def __exit__(
@@ -67,18 +58,14 @@ class LocalFederation:
     ) -> None:
         self.stop_all()
 
-    def check_stopping(self) -> None:
-        if self.stopping():
-            raise Stopped
-
     def start_superlink(self) -> None:
         server = self.folder / "server"
         write_flower_config(self._home("superlink"), f"{LOOPBACK}:{self.port}", server / "ca.crt")
         database = ["--database", str(self.logs / "state.db")] if self.lasting else []
-        words = ["--host", LOOPBACK, "--port", str(self.port), *database, "--enable-supernode-auth"]
+        words = f"--host {LOOPBACK} --port {self.port} --enable-supernode-auth".split()
         words += ["--disable-runtime-dependency-installation", "--ssl-ca-certfile", str(server / "ca.crt")]
         words += ["--ssl-certfile", str(server / "server.crt"), "--ssl-keyfile", str(server / "server.key")]
-        self.start("superlink", "flower-superlink", *words)
+        self.start("superlink", "flower-superlink", *words, *database)
         end = time.monotonic() + PATIENCE
         while True:
             with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, self.port), timeout=1):
@@ -96,27 +83,17 @@ class LocalFederation:
         self.start_node(f"client-{client}", site / "ca.crt", *key, "--node-config", _to_words(config))
 
     def start_node(self, name: str, ca: Path, *words: str) -> None:
-        address = [
-            "--superlink",
-            f"{LOOPBACK}:{self.port}",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(find_free_port()),
-        ]
+        address = f"--superlink {LOOPBACK}:{self.port} --host {LOOPBACK} --port {find_free_port()}".split()
         self.start(name, "flower-supernode", *address, "--root-certificates", str(ca), *words)
 
     def start(self, name: str, program: str, *words: str) -> None:
         command = [str(_find_program(program)), *words]
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with (self.logs / f"{name}.log").open("ab") as log:
-            self.processes[name] = psutil.Popen(
-                command,
-                env=self._environment(name),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self.processes[name] = psutil.Popen(command, stdout=log, **streams, **self._options(name))
+
+    def register_client(self, client: int) -> None:
+        self.register(self.folder / "sites" / f"client-{client}" / "client.key.pub", f"client-{client}")
 
     def register(self, public_key: Path, name: str) -> None:
         self.flwr("supernode", "register", str(public_key), CONNECTION, "--name", name)
@@ -126,23 +103,13 @@ class LocalFederation:
         words = ("--run-config", _to_words(config)) if config else ()
         return int(self.flwr("run", str(self.folder / app), CONNECTION, *words)["run-id"])
 
-    def status(self, run: int) -> str:
-        """Return pending, starting, running, finished:completed, finished:failed or finished:stopped."""
-        return str(self.flwr("list", CONNECTION, "--run-id", str(run))["runs"][0]["status"])
-
     def stop_run(self, run: int) -> None:
         self.flwr("stop", str(run), CONNECTION)
 
     def flwr(self, *words: str) -> dict[str, Any]:
         """Return the answer of Flower's command line."""
-        done = subprocess.run(
-            [str(_find_program("flwr")), *words, "--format", "json"],
-            env=self._environment("superlink"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            start_new_session=True,  # Ctrl-C does not reach it
-        )
+        command = [str(_find_program("flwr")), *words, "--format", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **self._options("superlink"))
         try:
             told: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         except ValueError:
@@ -169,15 +136,15 @@ class LocalFederation:
         process.wait()
 
     def stop_all(self, *, kill: bool = False) -> None:
-        for name in sorted(
-            self.processes, key=lambda name: name == "superlink"
-        ):  # nodes say goodbye to the SuperLink
+        for name in sorted(self.processes, key=lambda name: name == "superlink"):  # the SuperLink last
             self.stop(name, kill=kill)
 
-    def _environment(self, name: str) -> dict[str, str]:
+    def _options(self, name: str) -> dict[str, Any]:
+        """Return environment and session of a process of Flower's; Ctrl-C does not reach it."""
         programs = str(Path(sys.executable).parent)  # Flower starts further programs by their names
         own = {"PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
-        return {**os.environ, **FLOWER_SWITCHES, **own, "FLWR_HOME": str(self._home(name))}
+        environment = {**os.environ, **FLOWER_SWITCHES, **own, "FLWR_HOME": str(self._home(name))}
+        return {"env": environment, "start_new_session": True}
 
     def _home(self, name: str) -> Path:
         home = self.logs / "flower" / name
@@ -220,6 +187,8 @@ def run_locally(
     beside(run_folder, END).unlink(missing_ok=True)
     beside(run_folder, LOG).touch()
     with beside(run_folder, LOG).open(encoding="utf-8", errors="replace") as log, federation:
+        if interruption.wanted():
+            raise Stopped
         log.seek(0, os.SEEK_END)
         follow(federation, federation.run(**config), run_folder, log, display)
     collect_models(folder, run_folder)
@@ -232,9 +201,9 @@ def follow(federation: LocalFederation, run: int, run_folder: Path, log: IO[str]
         has_ended = end.exists()
         for line in log:
             display.say(line.rstrip("\n"))
-        if (run_folder / "rounds.jsonl").exists() and (lines := read_rounds(run_folder)):
-            mean = lines[-1]["accuracy"]["mean"]
-            display.show(lines[-1]["round"], "–" if mean is None else f"{100 * mean:.1f} %")
+        for last in read_rounds(run_folder)[-1:]:
+            mean = last["accuracy"]["mean"]
+            display.show(last["round"], "–" if mean is None else f"{100 * mean:.1f} %")
         if has_ended:
             break
         if federation.stopping():
@@ -242,7 +211,7 @@ def follow(federation: LocalFederation, run: int, run_folder: Path, log: IO[str]
             raise Stopped
         if time.monotonic() - looked > LOOK:
             looked = time.monotonic()
-            status = federation.status(run)
+            status = federation.flwr("list", CONNECTION, "--run-id", str(run))["runs"][0]["status"]
             if status.startswith("finished") and not end.exists():  # its process was killed
                 raise PfedlaError(f"the run has ended ({status}); see {federation.logs / 'superlink.log'}")
         time.sleep(0.2)

@@ -19,10 +19,7 @@ from pfedla.runs.run import Run
 
 RUN_FILE = "deployment.json"  # in the run folder: what the wire has carried
 RUN_NAME = ".run"  # in the run folder: what the sites call this run
-LOG, END = (
-    ".log",
-    ".end.json",
-)  # files beside the run folder: the server's lines; {"error": …} once the run has ended
+LOG, END = (".log", ".end.json")  # files beside the run folder: the server's lines; {"error": …} once the run has ended
 
 app = ServerApp()
 
@@ -32,8 +29,8 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["deployment.folder"]))
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside(folder, END).unlink(missing_ok=True)
-    problem: str | None = None
-    with Display(int(str(context.run_config.get("rounds", 0))), log=beside(folder, LOG)) as display:
+    problem, rounds = None, context.run_config.get("rounds")
+    with Display(rounds if isinstance(rounds, int) else 0, log=beside(folder, LOG)) as display:
         try:
             serve(grid, Deployment.from_run_config(context.run_config), display)
         except BaseException as error:
@@ -60,16 +57,9 @@ def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
             f"{path} exists already and is never overwritten; resume it with --run-config "
             "'deployment.resume=true', or set another deployment.folder"
         )
-    name = (
-        (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
-    )
+    name = (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
     engine = FlowerEngine(
-        grid=grid,
-        algorithm=built.algorithm,
-        federation=federation,
-        settings=settings,
-        run=name,
-        say=display.say,
+        grid=grid, algorithm=built.algorithm, federation=federation, settings=settings, run=name, say=display.say
     )
     is_finished = (path / RESULT).exists() and read_result(path / RESULT)["rounds"] >= experiment.rounds
     if not is_finished:

@@ -1,9 +1,9 @@
 """What a site does when the server asks, and what it keeps in its own folder. Only answers leave the site.
 
-STATE/<run>/site.json   the client's number and the SHA-256 of its examples, which must not change during a run
-STATE/<run>/round-<r>.safetensors   private state after round r. The server says which one counts: an upload that
-                        was not accepted advances nothing. Three are kept, enough for any of its checkpoints.
-STATE/<run>/models/, experiment.toml, federation.json, result.json   the personal model, as in a run folder
+STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
+STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
+    kept, enough for any of the server's checkpoints
+STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal model, as in a run folder
 """
 
 import json
@@ -87,9 +87,7 @@ class Site:
         if self.path is None:
             about["digest"] = str(read_object(self.folder / "site.json")["digest"])
             for part, y in labels.items():
-                about[f"{part}_counts"] = np.bincount(
-                    y.numpy(), minlength=len(self.federation.classes)
-                ).tolist()
+                about[f"{part}_counts"] = np.bincount(y.numpy(), minlength=len(self.federation.classes)).tolist()
         return RecordDict({CONFIG: ConfigRecord(about)})
 
     def train(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
@@ -156,6 +154,4 @@ class Site:
 def read_cohort(config: Mapping[str, Any]) -> Cohort:
     """Return the cohort of a message: a site knows of no other client."""
     ids = torch.tensor([int(config["client"])])
-    return Cohort(
-        round=int(config["round"]), seed=int(config["seed"]), ids=ids, num_examples=torch.zeros_like(ids)
-    )
+    return Cohort(round=int(config["round"]), seed=int(config["seed"]), ids=ids, num_examples=torch.zeros_like(ids))

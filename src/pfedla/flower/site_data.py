@@ -15,9 +15,7 @@ from pfedla.runs.experiment import SITES, Experiment
 Split = tuple[Examples, Examples]  # training and test examples
 
 
-def read_examples(
-    path: Path | None, experiment: Experiment, known: Outline, number: int, kept: Path
-) -> Split:
+def read_examples(path: Path | None, experiment: Experiment, known: Outline, number: int, kept: Path) -> Split:
     """Return the examples of client `number`. A part of a public data set is kept in the file `kept`."""
     brings_own = experiment.data.dataset == SITES
     if brings_own and path is None:
@@ -25,12 +23,8 @@ def read_examples(
             'the sites of this federation bring their own data: set data="/path/file.npz" in --node-config'
         )
     if not brings_own and path is not None:
-        raise PfedlaError(
-            f"this federation splits {experiment.data.dataset} itself: remove data= from --node-config"
-        )
-    return (
-        read_part(experiment, known, number, kept) if path is None else read_own(path, known, experiment.seed)
-    )
+        raise PfedlaError(f"this federation splits {experiment.data.dataset} itself: remove data= from --node-config")
+    return read_part(experiment, known, number, kept) if path is None else read_own(path, known, experiment.seed)
 
 
 def read_own(path: Path, known: Outline, seed: int) -> Split:
@@ -49,9 +43,7 @@ def read_part(experiment: Experiment, known: Outline, number: int, kept: Path) -
         for key in ("shape", "classes", "mean", "std"):
             here, there = getattr(found, key), getattr(known, key)
             if here != there:
-                raise PfedlaError(
-                    f"{experiment.data.dataset}: {key} is {here} here and {there} on the server"
-                )
+                raise PfedlaError(f"{experiment.data.dataset}: {key} is {here} here and {there} on the server")
         parts = (*found.train[number], *found.test[number])
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(kept, dict(zip(("x", "y", "test_x", "test_y"), parts, strict=True)))
