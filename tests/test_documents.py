@@ -122,12 +122,12 @@ def test_tutorials_run_from_top_to_bottom(pfedla, registries, page: Path) -> Non
 
 
 def test_every_command_can_be_parsed() -> None:
-    for page, command in ((page, command) for page in PAGES for command in page_commands(page)):
+    for command in (command for page in PAGES for command in page_commands(page)):
         kind: Any = get_command(app)
         name, *words = shlex.split(command)
         while hasattr(kind, "commands") and words:
             name = words.pop(0)
-            assert name in kind.commands, f"{page}: {command}"
+            assert name in kind.commands, command
             kind = kind.commands[name]
         kind.make_context(name, words)  # raises for an option that does not exist
 

@@ -130,11 +130,6 @@ def test_another_setting_is_another_cell(format1: Path) -> None:
         assert campaign.match(Cell(cell.row, cell.column, other), stored) is None
 
 
-def test_the_present_name_of_a_method_of_format_1() -> None:
-    names = {name: read_result(FIXTURES / name / "result.json")["algorithm"] for name in ("paper", "heldout", "fedavg")}
-    assert names == {"paper": "pfedla", "heldout": "pfedla-heldout", "fedavg": "fedavg"}
-
-
 # Paired comparisons
 
 
@@ -181,7 +176,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return [*made, Row("fedbn", not_applicable="no BatchNorm")]
 
 
-def test_a_method_that_gave_up_on_a_seed_has_no_mean(rows: list[Row], tmp_path: Path) -> None:
+def test_a_method_that_gave_up_on_a_seed_has_no_mean(
+    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = {line[0]: line for line in comparison_lines(rows)}
     assert "gave up on 1 of 3 seeds" in lines["flaky"]
     assert not any("±" in cell for cell in lines["flaky"])
@@ -194,12 +191,6 @@ def test_a_method_that_gave_up_on_a_seed_has_no_mean(rows: list[Row], tmp_path: 
     assert (len(content["flaky"]["results"]), content["flaky"]["gave_up"]) == (2, {"2": "nothing usable"})
     assert len(content["slow"]) == 3
     assert content["fedbn"] == {"not_applicable": "no BatchNorm"}
-    assert draw_comparison(rows, tmp_path / "curves.png").stat().st_size
-
-
-def test_the_figure_counts_the_seeds_of_each_method(
-    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr("pfedla.report.figures.save", lambda figure, path: drawn.append(figure) or path)
     draw_comparison([rows[0], rows[2]], tmp_path / "curves.png")
@@ -256,14 +247,6 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
         "50.00 ± 14.14 (2)",
     ]
     assert paper_tables.collect_entries(summary)["A"]["x"].mean is None
-
-
-def test_bold_needs_three_seeds() -> None:
-    values = {("A", row, seed): 0.5 + seed / 10 + gain for seed in range(3) for row, gain in (("x", 0), ("y", 0.02))}
-    values["A", "y", 2] += 0.001
-    assert "**62.03 ± 10.05 (3)**" in paper_tables.to_markdown(summary_of(values), {})
-    two = {place: value for place, value in values.items() if place[2] < 2}
-    assert "**" not in "".join(map(str, paper_tables.tabulate(summary_of(two), {})))
 
 
 def alpha_cell(values: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object
 from pfedla.report.order import order_by_labels, order_by_weights
 from pfedla.report.reading import (
+    SPREAD,
     algorithm_name,
     label_counts,
     read_alpha,
@@ -21,7 +22,7 @@ from pfedla.report.reading import (
     read_result,
     read_rounds,
 )
-from pfedla.report.tables import MIB, SPREAD, accuracies, warnings, where
+from pfedla.report.tables import MIB, accuracies, warnings, where
 
 Data = dict[str, Any]
 PAGE_WEIGHTS = 1_400_000  # numbers of alpha on a page, two bytes each: under 4 MB as text

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, create_model
 from safetensors import SafetensorError, safe_open
 
 from pfedla.core.errors import PfedlaError
@@ -18,85 +18,52 @@ from pfedla.core.files import read_object
 
 Array = npt.NDArray[Any]
 FORMAT = 2
+SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 Failures = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[str, Count]]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+def _shape(**fields: Any) -> Any:
+    """Return a model that checks these keys and ignores others; (type, default) makes a key optional."""
+    made: dict[str, Any] = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
+    return create_model("Shape", __config__=ConfigDict(strict=True), **made)
 
 
-class _Spread(_Part):
-    mean: Share | None
-    std: Share | None
-    p10: Share | None
-    worst: Share | None
-
-
-class _PerClient(_Spread):
-    per_client: list[Share | None]
-
-
-class _Accuracies(_Part):
-    accuracy: _Spread
-    accuracy_after_training: _Spread
-
-
-class _Unseen(_Accuracies):
-    accuracy_before: _Spread
-    accuracy_alone: _Spread
-    clients: list[Any]
-
-
-class _Traffic(_Part):
-    down_bytes: Count
-    up_bytes: Count
-
-
-class _Seconds(_Part):
-    total: Seconds
-    phases: dict[str, Seconds]
-
-
-class _Result(_Part):
-    format: Annotated[int, Field(ge=1, le=FORMAT)] = 1
-    algorithm: str
-    dataset: str
-    partition: str
-    subset: str
-    overlapping: bool
-    leaked_test_share: Share
-    clients: Count
-    rounds: Annotated[int, Field(ge=1)]
-    seed: Count
-    accuracy: _PerClient
-    accuracy_after_training: _PerClient
-    traffic: _Traffic
-    seconds: _Seconds
-    refused_uploads: Count
-    failures: Failures
-    faults: dict[str, Any]
-    attackers: list[Any] = []
-    honest: _Accuracies | None = None
-    unseen: _Unseen | None = None
-
-
-class _Honest(_Part):
-    accuracy: _Spread
-
-
-class _Round(_Honest, _Traffic):
-    round: Annotated[int, Field(ge=1)]
-    loss: float | None
-    accuracy_after_training: Share | None
-    training_loss: float | None
-    seconds: dict[str, Seconds]
-    cohort: list[Count]
-    retained: dict[str, Count]
-    failures: Failures
-    honest: _Honest | None = None
+_SPREAD = dict.fromkeys(SPREAD, Share | None)
+_TRAFFIC = {"down_bytes": Count, "up_bytes": Count}
+_Spread, _PerClient = _shape(**_SPREAD), _shape(**_SPREAD, per_client=list[Share | None])
+_ACCURACIES = {"accuracy": _Spread, "accuracy_after_training": _Spread}
+_Result = _shape(
+    format=(Annotated[int, Field(ge=1, le=FORMAT)], 1),
+    **dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str),
+    **dict.fromkeys(("clients", "seed", "refused_uploads"), Count),
+    overlapping=bool,
+    leaked_test_share=Share,
+    rounds=Annotated[int, Field(ge=1)],
+    accuracy=_PerClient,
+    accuracy_after_training=_PerClient,
+    traffic=_shape(**_TRAFFIC),
+    seconds=_shape(total=Seconds, phases=dict[str, Seconds]),
+    failures=Failures,
+    faults=dict[str, Any],
+    attackers=(list[Any], []),
+    honest=(_shape(**_ACCURACIES) | None, None),
+    unseen=(_shape(**_ACCURACIES, accuracy_before=_Spread, accuracy_alone=_Spread, clients=list[Any]) | None, None),
+)
+_Round = _shape(
+    **_TRAFFIC,
+    round=Annotated[int, Field(ge=1)],
+    accuracy=_Spread,
+    accuracy_after_training=Share | None,
+    **dict.fromkeys(("loss", "training_loss"), float | None),
+    seconds=dict[str, Seconds],
+    cohort=list[Count],
+    retained=dict[str, Count],
+    failures=Failures,
+    honest=(_shape(accuracy=_Spread) | None, None),
+)
 
 
 class Alpha(NamedTuple):
@@ -117,7 +84,7 @@ def read_result(path: Path) -> dict[str, Any]:
 def round_of(line: str) -> int | None:
     """Return the round of a line of rounds.jsonl; None for a line that was cut off or is damaged."""
     try:
-        return _Round.model_validate_json(line).round
+        return int(_Round.model_validate_json(line).round)
     except ValidationError:
         return None
 
@@ -177,7 +144,7 @@ def label_counts(federation: dict[str, Any]) -> Array | None:
     return counts if counts.ndim == 2 else None
 
 
-def _check(model: type[BaseModel], content: Any, path: Path) -> None:
+def _check(model: Any, content: Any, path: Path) -> None:
     try:
         model.model_validate(content)
     except ValidationError as error:

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from pfedla.report.paired import compare, find_first, find_supported_first
+from pfedla.report.reading import SPREAD
 
 MIB = 2**20
 Result = Mapping[str, Any]
 COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
 UNSEEN_COLUMNS = ("unseen %", "unseen alone %")  # clients that joined after the run
 SEED_COLUMNS = ("seeds", "difference to the first")
-SPREAD = ("mean", "std", "p10", "worst")
 NOTE = (
     "Accuracies: mean ± standard deviation over seeds. Differences: paired, mean ± standard error (seeds). "
     "Bold: ahead of every other method by a paired t-test at 5 %, with at least three seeds."
@@ -49,81 +49,79 @@ class Row:
 
     @property
     def reasons(self) -> list[str]:
-        if self.not_applicable:
-            return [f"{self.algorithm}: {self.not_applicable}"]
-        return [f"{self.algorithm}, seed {seed}: {why}" for seed, why in self.gave_up.items()]
+        applies = [f"{self.algorithm}, seed {seed}: {why}" for seed, why in self.gave_up.items()]
+        return [f"{self.algorithm}: {self.not_applicable}"] if self.not_applicable else applies
 
     def accuracies(self) -> dict[int, float]:
         """Return the accuracy in % by seed; nothing for a method without a mean."""
         means = {result["seed"]: accuracies(result)["accuracy"]["mean"] for result in self.results}
-        known = {seed: 100 * mean for seed, mean in means.items() if mean is not None}
-        return {} if self.outcome else known
+        return {} if self.outcome else {seed: 100 * mean for seed, mean in means.items() if mean is not None}
 
-    def cells(self) -> list[str]:
-        """Return the cells below COLUMNS."""
+    def cells(self, *, with_unseen: bool) -> list[str]:
+        """Return the cells below COLUMNS and UNSEEN_COLUMNS."""
         if self.outcome:
-            return [self.outcome, *["–"] * (len(COLUMNS) - 1)]
+            return [self.outcome, *["–"] * (len(COLUMNS) - 1 + len(UNSEEN_COLUMNS) * with_unseen)]
         found = [accuracies(result) for result in self.results]
-        traffic = [result["traffic"] for result in self.results]
-        return [
+        unseen = [result["unseen"] for result in self.results if "unseen" in result]
+        down, up = (statistics.mean(one["traffic"][way] for one in self.results) for way in ("down_bytes", "up_bytes"))
+        cells = [
             _spread(one["accuracy"]["mean"] for one in found),
             _spread(one["accuracy_after_training"]["mean"] for one in found),
             _spread(one["accuracy"]["worst"] for one in found),
-            f"{statistics.mean(one['down_bytes'] for one in traffic) / MIB:.2f}",
-            f"{statistics.mean(one['up_bytes'] for one in traffic) / MIB:.2f}",
+            f"{down / MIB:.2f}",
+            f"{up / MIB:.2f}",
             f"{statistics.mean(result['seconds']['total'] for result in self.results):.1f}",
         ]
-
-    def unseen_cells(self) -> list[str]:
-        found = [result["unseen"] for result in self.results if "unseen" in result and not self.outcome]
-        return [_spread(one[key]["mean"] for one in found) for key in ("accuracy", "accuracy_alone")]
+        keys = ("accuracy", "accuracy_alone") if with_unseen else ()
+        return [*cells, *(_spread(one[key]["mean"] for one in unseen) for key in keys)]
 
 
 def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table of a comparison; with several seeds also the paired differences to the first."""
     by_seed = {row.algorithm: row.accuracies() for row in rows}
     first, supported = find_first(by_seed), find_supported_first(by_seed)
-    has_unseen = any("unseen" in result for row in rows for result in row.results)
-    has_seeds = any(row.num_seeds > 1 for row in rows)
-    unseen = UNSEEN_COLUMNS if has_unseen else ()
-    lines = [["algorithm", *COLUMNS, *unseen, *(SEED_COLUMNS if has_seeds else ())]]
+    with_unseen = any("unseen" in result for row in rows for result in row.results)
+    lines = [["algorithm", *COLUMNS, *UNSEEN_COLUMNS * with_unseen, *SEED_COLUMNS * has_seeds(rows)]]
     for row in rows:
-        cells = [*row.cells(), *(row.unseen_cells() if has_unseen else ())]
-        if row.algorithm == supported:
-            cells[0] = f"**{cells[0]}**"
-        if has_seeds:
+        cells = row.cells(with_unseen=with_unseen)
+        cells[0] = f"**{cells[0]}**" if row.algorithm == supported else cells[0]
+        if has_seeds(rows):
             behind = compare(by_seed[row.algorithm], by_seed[first]) if first not in (None, row.algorithm) else None
             cells += [str(len(row.results)), str(behind or "–")]
         lines.append([row.algorithm, *cells])
     return lines
 
 
+def has_seeds(rows: Sequence[Row]) -> bool:
+    return any(row.num_seeds > 1 for row in rows)
+
+
+def list_notes(rows: Sequence[Row]) -> list[str]:
+    return [*(reason for row in rows for reason in row.reasons), *[NOTE] * has_seeds(rows)]
+
+
 def comparison_markdown(rows: Sequence[Row]) -> str:
-    notes = [*(reason for row in rows for reason in row.reasons)]
-    notes += [NOTE] if any(row.num_seeds > 1 for row in rows) else []
-    notes += warnings([result for row in rows for result in row.results])
+    notes = [*list_notes(rows), *warnings([result for row in rows for result in row.results])]
     return "\n\n".join([markdown_table(comparison_lines(rows)), *notes]) + "\n"
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     table = terminal_table(comparison_lines(rows))
-    notes = [f"– {reason}" for row in rows for reason in row.reasons]
-    table.caption = "\n".join(notes + ([NOTE] if any(row.num_seeds > 1 for row in rows) else [])) or None
+    table.caption = "\n".join(list_notes(rows)) or None
     return table
 
 
 def comparison_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what comparison.json holds: by algorithm the results, or why there are none."""
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = {row.algorithm: row.results for row in rows}
     for row in rows:
-        content[row.algorithm] = row.results
-        if row.gave_up:
+        if row.not_applicable:
+            content[row.algorithm] = {"not_applicable": row.not_applicable}
+        elif row.gave_up:
             content[row.algorithm] = {
                 "results": row.results,
-                "gave_up": {str(seed): why for seed, why in row.gave_up.items()},
+                "gave_up": {str(k): why for k, why in row.gave_up.items()},
             }
-        elif row.not_applicable:
-            content[row.algorithm] = {"not_applicable": row.not_applicable}
     return content
 
 
@@ -137,9 +135,7 @@ def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None) -> 
     for position, heading in enumerate(lines[0]):
         table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
     for line in lines[1:]:
-        bold = [cell.startswith("**") for cell in line]
-        cells = zip(line, bold, strict=True)
-        table.add_row(*(Text(cell.strip("*"), style="bold" if strong else "") for cell, strong in cells))
+        table.add_row(*(Text(cell.strip("*"), style="bold" if cell.startswith("**") else "") for cell in line))
     return table
 
 

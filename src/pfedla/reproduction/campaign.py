@@ -136,14 +136,9 @@ def _run_cell(path: Path, cell: Cell, dataset: Any, display: Display, stopping: 
 def describe_version() -> dict[str, str]:
     """Return the version of pfedla, and in a checkout the commit."""
     where = Path(pfedla.__file__).parents[2]
-    version = {"pfedla": pfedla.__version__}
-    if not (where / ".git").exists():
-        return version
     words = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return {**version, "commit": subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()}
-    except (OSError, subprocess.CalledProcessError):  # no git
-        return version
+    found = subprocess.run(words, capture_output=True, text=True) if (where / ".git").exists() else None
+    return {"pfedla": pfedla.__version__} | ({"commit": found.stdout.strip()} if found and not found.returncode else {})
 
 
 def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> Values:
@@ -162,8 +157,8 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
         if cell.folder in now and is_done(runs, cell):
             found.append(summarise_cell(runs / cell.folder, cell, grid))
         elif (one := match(cell, stored if cell.folder in now else before)) is not None:
-            kept = {key: value for key, value in one.content.items() if key != "alpha" or grid.form in FORMS_WITH_ALPHA}
-            found.append({**kept, **place_of(cell)})
+            left_out = () if grid.form in FORMS_WITH_ALPHA else ("alpha",)
+            found.append({key: value for key, value in one.content.items() if key not in left_out} | place_of(cell))
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
     summary: Values = {
@@ -187,13 +182,11 @@ def place_of(cell: Cell) -> Values:
 
 def _format_summary(summary: Values) -> str:
     """Return JSON with one line per cell."""
-    lists = {
-        key: ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary[key])
-        for key in ("other_cells", "cells")
-    }
-    head = json.dumps({key: value for key, value in summary.items() if key not in lists}, ensure_ascii=False, indent=2)
-    parts = [f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []' for key, lines in lists.items()]
-    return head.removesuffix("\n}") + ",\n  " + ",\n  ".join(parts) + "\n}\n"
+    text = json.dumps({**summary, "other_cells": [], "cells": []}, ensure_ascii=False, indent=2)
+    for key in ("other_cells", "cells"):
+        lines = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary[key])
+        text = text.replace(f'"{key}": []', f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []')
+    return text + "\n"
 
 
 def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:

@@ -30,24 +30,17 @@ Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean
 
 class Row(Section):
     name: str
-    experiment: Values
-    """What differs from the experiment that all cells have in common: the method."""
+    experiment: Values  # what differs from the experiment that all cells have in common: the method
 
 
 class Column(Section):
     name: str
-    experiment: Values
-    """What differs from the experiment that all cells have in common: the data."""
-    paper_experiment: Values = Field({})
-    """The paper's own, longer budget."""
-    row_experiment: dict[str, Values] = Field({})
-    """What a row has in this column alone."""
-    only: list[str] = Field([])
-    """The rows of this column; empty: all."""
-    layer: str = ""
-    """The layer that a heat map shows."""
-    retained: list[str] = Field([])
-    """The layers that the paper's k retains, in their order."""
+    experiment: Values  # the data
+    paper_experiment: Values = Field({})  # the paper's own, longer budget
+    row_experiment: dict[str, Values] = Field({})  # what a row has in this column alone
+    only: list[str] = Field([])  # the rows of this column; empty: all
+    layer: str = ""  # the layer that a heat map shows
+    retained: list[str] = Field([])  # the layers that the paper's k retains, in their order
 
 
 class Grid(Section):
@@ -57,8 +50,7 @@ class Grid(Section):
     experiment: Values
     rows: list[Row] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
-    rounds_of_accounting: int = 75
-    """Rounds of the table whose MiB are computed, not run."""
+    rounds_of_accounting: int = 75  # of the table whose MiB are computed, not run
 
 
 @dataclass(frozen=True)

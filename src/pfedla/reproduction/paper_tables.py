@@ -164,19 +164,10 @@ def to_csv(summary: Summary, paper: Paper) -> str:
         values = by_seed(rows)
         first = values.get(find_first(values) or "", {})
         for row, entry in rows.items():
-            difference = compare(values[row], first) or (None, None, None)
-            numbers = [entry.mean, entry.std, entry.mib, *difference]
-            theirs = paper.get(column, {}).get(row, {})
-            writer.writerow(
-                [
-                    column,
-                    row,
-                    len(entry.accuracies),
-                    *(round(value, 4) if isinstance(value, float) else value for value in numbers),
-                    *(theirs.get(key) for key in ("mean", "std", "mib")),
-                    entry.reason,
-                ]
-            )
+            numbers = (entry.mean, entry.std, entry.mib, *(compare(values[row], first) or (None, None, None)))
+            shown = [round(value, 4) if isinstance(value, float) else value for value in numbers]
+            theirs = [paper.get(column, {}).get(row, {}).get(key) for key in ("mean", "std", "mib")]
+            writer.writerow([column, row, len(entry.accuracies), *shown, *theirs, entry.reason])
     return text.getvalue()
 
 
