@@ -86,33 +86,24 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
     return by_phase | {"overhead": 1 - by_phase["train"] - by_phase["evaluate"]}
 
 
+SHOWN, SHOWN_AROUND = ("train", "evaluate", "overhead"), ("start", "pictures")
+
+
 def columns() -> list[str]:
-    return [
-        "",
-        "s/round",
-        *(f"{phase} %" for phase in PHASES),
-        "overhead %",
-        *(f"{part} s" for part in AROUND),
-        "others %",
-    ]
+    return ["", "s/round", *(f"{key} %" for key in SHOWN), *(f"{part} s" for part in SHOWN_AROUND)]
 
 
 def cells(name: str, found: dict[str, Any]) -> list[str]:
-    share = shares(found)
-    return [
-        name,
-        f"{sum(found['phases'].values()) / found['rounds']:.2f}",
-        *(f"{100 * share[key]:.2f}" for key in (*PHASES, "overhead")),
-        *(f"{found['around'][key]:.2f}" for key in AROUND),
-        f"{100 * found.get('others_share', 0.0):.0f}",
-    ]
+    seconds, share = sum(found["phases"].values()) / found["rounds"], shares(found)
+    shown = [f"{100 * share[key]:.2f}" for key in SHOWN]
+    return [name, f"{seconds:.2f}", *shown, *(f"{found['around'][key]:.2f}" for key in SHOWN_AROUND)]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     table = Table(
         *columns(),
         title=f"pFedLA, 10 clients, {report['local_epochs']} epochs: a round by phase, and what a run takes once",
-        caption="Overhead: all that is neither training nor evaluation. Others: their share of the machine. Goals: "
+        caption="Overhead: all that is neither training nor evaluation. Goals: "
         f"overhead at most {100 * OVERHEAD_GOAL:.0f} %, evaluation every round at most {100 * EVALUATION_GOAL:.0f} %.",
     )
     for name, found in report["runs"].items():

@@ -125,8 +125,6 @@ def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         flops = work.samples * result["flop_per_sample"] / median
         found[name] = {
             "median": median,
-            "fastest": min(own),
-            "slowest": max(own),
             "samples_per_second": work.samples / median,
             "gemm_share": flops / peak,
             "peak_mib": result["contenders"][name]["peak_mib"],
@@ -136,17 +134,7 @@ def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-COLUMNS = (
-    "contender",
-    "median s/round",
-    "fastest",
-    "slowest",
-    "samples/s",
-    "% of GEMM peak",
-    "peak MiB",
-    "x textbook",
-    "x Flower",
-)
+COLUMNS = ("contender", "s/round", "samples/s", "% of GEMM peak", "peak MiB", "x textbook", "x Flower")
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
@@ -155,7 +143,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
 
     return [
         LABELS[name],
-        *(f"{row[key]:.2f}" for key in ("median", "fastest", "slowest")),
+        f"{row['median']:.2f}",
         f"{row['samples_per_second']:,.0f}",
         f"{100 * row['gemm_share']:.0f}",
         f"{row['peak_mib']:.0f}" if row["peak_mib"] else "-",
@@ -166,12 +154,8 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
 
 def caption(result: dict[str, Any]) -> str:
     gflops = ", ".join(f"{statistics.median(v):.0f} on {threads}" for threads, v in result["gemm_gflops"].items())
-    most = max(share or 0.0 for found in result["contenders"].values() for share in found["others_share"])
     quiet = f"{result['undisturbed_repeats']} of {len(result['load_average'])} repeats undisturbed"
-    return (
-        f"{result['data']} images; GEMM peak in GFLOP/s by threads: {gflops}; {quiet}, others took at most "
-        f"{100 * most:.0f} % of the machine; ratios: median (least-most) of rounds run in turn, above 1 is faster"
-    )
+    return f"{result['data']} images; {quiet}; GEMM peak in GFLOP/s by threads: {gflops}; ratios above 1 are faster"
 
 
 def peers() -> dict[str, Any]:

@@ -146,10 +146,3 @@ def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
         row = left.pop()
         too_long[row] = norms[row] / median
     return too_long
-
-
-def count_failures(counts: dict[int, dict[str, int]], failures: Mapping[int, Failure]) -> None:
-    """Add a round's failures to `counts`: client -> reason -> how often."""
-    for client, failure in failures.items():
-        reasons = counts.setdefault(client, {})
-        reasons[failure.reason] = reasons.get(failure.reason, 0) + 1
