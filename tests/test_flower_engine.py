@@ -303,21 +303,6 @@ def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
         evaluate_personal(load_personal(site.parent, "0"), tmp_path / "data-0.npz")
 
 
-@pytest.mark.slow
-def test_a_site_whose_private_state_is_lost_refuses(tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, "fedrep")
-
-    def lose(client: int, message: Message) -> Message:
-        for path in (tmp_path / "site-1").glob("*/round-1.safetensors"):
-            path.unlink()
-        return message
-
-    grid.change = lose
-    said = run_server(grid)
-    assert result_of(grid)["failures"]["1"]["refused"] >= 1
-    assert any("round-1.safetensors" in line for line in said)
-
-
 def test_a_round_that_ends_too_late_deletes_no_later_state(tmp_path: Path) -> None:
     """The server has given up on round 5; the site finishes it after round 6."""
     deployment = deploy(tmp_path / "fed", values_of("fedrep"))
@@ -361,23 +346,11 @@ def first(message: Message) -> tuple[str, np.ndarray]:
     return name, message.content.array_records["tensors"][name].numpy()
 
 
-def raw(dtype: str, shape: tuple[int, ...], data: bytes) -> Array:
-    return Array(dtype, shape, "numpy.ndarray", data)
-
-
-def header(shape: tuple[int, ...]) -> bytes:
-    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00v\x00" + text.encode() + b"\0" * 16
-
-
-PICKLE = b"\x93NUMPY\x01\x00v\x00{'descr': '|O'}"
 BAD = {
     "nan": (lambda m: put(m, lambda value: value * np.nan), "not finite"),
     "shape": (lambda m: put(m, lambda value: value[:1]), "wrong shape"),
     "names": (lambda m: put(m, np.zeros(3, np.float32), "surprise"), "wrong names"),
-    "garbage": (lambda m: put(m, raw("float32", (3,), b"garbage")), "not an upload"),
-    "pickle": (lambda m: put(m, raw("object", (1,), PICKLE)), "not an upload"),
-    "claims": (lambda m: put(m, raw("float32", (2**50,), header((2**50,)))), "not an upload"),
+    "garbage": (lambda m: put(m, Array("float32", (3,), "numpy.ndarray", b"garbage")), "not an upload"),
     "huge": (lambda m: put(m, np.zeros(10**6, np.float32), "more"), "not an upload"),
     "mask": (lambda m: replace(m, "config", ConfigRecord({"sent": [1]})), "not an upload"),
     "unsent": (lambda m: replace(m, "config", ConfigRecord({"sent": [0] * 4})), "wrong layers"),
