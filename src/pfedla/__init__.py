@@ -16,15 +16,15 @@ _HOME = {
     "Layers": "pfedla.core.layers",
     "PfedlaError": "pfedla.core.errors",
     "Run": "pfedla.runs.run",
-    "Simulation": "pfedla.runs.run",
+    "Simulation": "pfedla.runs.result",
     "federation_of": "pfedla.data.federation",
     "layer_gradient": "pfedla.algorithms.pfedla",
     "mix": "pfedla.core.layers",
-    "run": "pfedla.runs.run",
-    "simulate": "pfedla.runs.run",
+    "run": "pfedla.runs.simulation",
+    "simulate": "pfedla.runs.simulation",
     "task_of": "pfedla.core.tasks",
 }
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
     from pfedla.algorithms.pfedla import LayerWeightHypernetwork as LayerWeightHypernetwork
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from pfedla.data.federation import Federation as Federation
     from pfedla.data.federation import federation_of as federation_of
     from pfedla.runs.experiment import Experiment as Experiment
+    from pfedla.runs.result import Simulation as Simulation
     from pfedla.runs.run import Run as Run
-    from pfedla.runs.run import Simulation as Simulation
-    from pfedla.runs.run import run as run
-    from pfedla.runs.run import simulate as simulate
+    from pfedla.runs.simulation import run as run
+    from pfedla.runs.simulation import simulate as simulate
 
 
 def __getattr__(name: str) -> Any:

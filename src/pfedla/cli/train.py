@@ -38,7 +38,7 @@ def run(
 
     Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
 
-    Ctrl-C or SIGTERM stops it after the clients at work; `pfedla run RUN --resume` continues, with more --rounds further.
+    Ctrl-C or SIGTERM stops it; `pfedla run RUN --resume` continues, and with more --rounds extends it.
     """
     from pfedla.runs.build import build
     from pfedla.runs.experiment import Experiment

@@ -1,22 +1,20 @@
 """What a run writes while it goes: a line per evaluated round, its weights, and its whole state. Never a pickle.
 
 checkpoints/round-<r>.safetensors holds the server's state, every client's, and the snapshots of alpha;
-checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files. Together they are what the run
-has in memory after round r.
+checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files. Together they are what the
+run has in memory after round r.
 """
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SkipValidation
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,36 +33,19 @@ SHOWN_NUMBERS = 2**20  # of alpha that are written again at every snapshot, for 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
-@dataclass(kw_only=True)
-class RunState:
+class RunState(BaseModel):
     """A run after a round. With the clients' private state it is all that the next round depends on."""
 
-    server: ServerState
-    after_training: Tensor  # [clients], accuracy after the last local training; nan for a client that never trained
-    round: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
-    alphas: list[Tensor] = field(default_factory=list)
-    alpha_rounds: list[int] = field(default_factory=list)  # the round after which each was taken; 0 is the start
-    failures: dict[int, dict[str, int]] = field(default_factory=dict)  # client -> reason -> how often
-    failed_rounds: int = 0  # in a row, up to now
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase, all rounds
-
-
-class _Stored(BaseModel):
-    """The part of a checkpoint that is JSON."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    format: int
-    experiment: dict[str, Any]  # the identity of the run
-    round: Annotated[int, Field(ge=1)]
-    traffic: dict[str, Count]
-    # FailFast: an untrusted file could otherwise be answered by gigabytes of error messages.
-    after_training: Annotated[list[float | None], FailFast()]
-    alpha_rounds: Annotated[list[Count], FailFast()]
-    failures: dict[str, dict[str, Annotated[int, Field(ge=1)]]]
-    failed_rounds: Count
-    seconds: dict[str, Annotated[float, Field(ge=0)]]
-    tensors_sha256: str
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    server: Annotated[ServerState, SkipValidation, Field(exclude=True)]
+    alphas: Annotated[list[Tensor], SkipValidation, Field(exclude=True)] = []
+    alpha_rounds: Annotated[list[Count], FailFast()] = []  # the round after which each was taken; 0 is the start
+    after_training: Annotated[list[float | None], FailFast()]  # accuracy by client; None: it has never trained
+    round: Count = 0
+    traffic: Traffic = Traffic()
+    failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
+    failed_rounds: Count = 0  # in a row, up to now
+    seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
 
 
 class Checkpoints:
@@ -107,18 +88,8 @@ class Checkpoints:
         tensors_path = self.path(state.round, "safetensors")
         try:
             write_whole(tensors_path, lambda path: save_file({n: v.contiguous() for n, v in tensors.items()}, path))
-            content = _Stored(
-                format=FORMAT,
-                experiment=dict(self.identity),
-                round=state.round,
-                traffic=asdict(state.traffic),
-                after_training=[None if math.isnan(value) else value for value in state.after_training.tolist()],
-                alpha_rounds=state.alpha_rounds,
-                failures={str(client): reasons for client, reasons in state.failures.items()},
-                failed_rounds=state.failed_rounds,
-                seconds=state.seconds,
-                tensors_sha256=sha256(tensors_path),
-            ).model_dump()
+            content = {"format": FORMAT, "experiment": self.identity, "tensors_sha256": sha256(tensors_path)}
+            content |= state.model_dump(mode="json")
             text = json.dumps(
                 {"sha256": _digest(content), "state": content}, indent=1, ensure_ascii=False, allow_nan=False
             )
@@ -157,41 +128,28 @@ class Checkpoints:
         path = self.path(round, "json")
         content = read_json(path)
         try:
-            stored = _Stored.model_validate(content["state"])
-            sound = content["sha256"] == _digest(content["state"]) and stored.format in (1, FORMAT)
-            sound = sound and stored.round == round and len(stored.after_training) == len(fresh.after_training)
-            traffic = Traffic(**stored.traffic)
-            failures = {int(client): reasons for client, reasons in stored.failures.items()}
-        except (ValidationError, TypeError, KeyError, ValueError) as error:
+            stored = content["state"]
+            if content["sha256"] != _digest(stored) or stored.pop("format") not in (1, FORMAT):
+                raise ValueError("its content does not match its checksum")
+            experiment, tensors_sha256 = stored.pop("experiment"), stored.pop("tensors_sha256")
+            state = RunState.model_validate({**stored, "server": {}})
+            if (state.round, len(state.after_training)) != (round, len(fresh.after_training)):
+                raise ValueError(f"it is of round {state.round} and of {len(state.after_training)} clients")
+        except (TypeError, KeyError, AttributeError, ValueError) as error:  # also pydantic's ValidationError
             raise PfedlaError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
-        if not sound:
-            raise PfedlaError(f"{path} is damaged: its content does not match its checksum")
-        check_same(self.run, Experiment.parse(upgrade(stored.experiment)).identity(), self.identity)
+        check_same(self.run, Experiment.parse(upgrade(experiment)).identity(), self.identity)
         tensors_path = self.path(round, "safetensors")
         alphas = None
         if fresh.alphas:
-            alphas = fresh.alphas[0].new_empty(len(stored.alpha_rounds), *fresh.alphas[0].shape, device="meta")
+            alphas = fresh.alphas[0].new_empty(len(state.alpha_rounds), *fresh.alphas[0].shape, device="meta")
         tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
-        if sha256(tensors_path) != stored.tensors_sha256:
+        if sha256(tensors_path) != tensors_sha256:
             raise PfedlaError(f"{tensors_path} is damaged: its content does not match its checksum")
         # Clones: what was read may lie anywhere in memory, and kernels may round by how a tensor is aligned.
         tensors = {name: value.clone() for name, value in tensors.items()}
-        state = RunState(
-            server={
-                group: {name: tensors[f"server/{group}/{name}"] for name in part}
-                for group, part in fresh.server.items()
-            },
-            after_training=torch.tensor(
-                [math.nan if value is None else value for value in stored.after_training], dtype=torch.float64
-            ),
-            round=stored.round,
-            traffic=traffic,
-            alphas=list(tensors.get("alphas", ())),
-            alpha_rounds=stored.alpha_rounds,
-            failures=failures,
-            failed_rounds=stored.failed_rounds,
-            seconds=stored.seconds,
-        )
+        state.alphas = list(tensors.get("alphas", ()))
+        for group, part in fresh.server.items():
+            state.server[group] = {name: tensors[f"server/{group}/{name}"] for name in part}
         return state, {name: tensors[f"clients/{name}"] for name in clients}
 
 

@@ -14,7 +14,7 @@ def gather(
 ) -> dict[str, Any]:
     """Merge the experiment file, the options that were given, and --set; each overrides the one before.
 
-    The options in the file's [algorithm] belong to the algorithm it names: they are dropped if the command names another.
+    Options in the file's [algorithm] belong to the algorithm it names; they are dropped if the command names another.
     With `spread` (compare) they move into a section of that name.
     """
     values = read_toml(file) if file else {}

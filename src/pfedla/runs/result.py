@@ -1,23 +1,68 @@
 """What a finished run leaves behind, in plain formats: result.json, personal models, weights, pictures."""
 
-import dataclasses
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 
-from pfedla.core.contracts import Algorithm
-from pfedla.core.rounds import summarise
+from pfedla.core.contracts import Algorithm, Params
+from pfedla.core.errors import PfedlaError
+from pfedla.core.rounds import Traffic, summarise
+from pfedla.core.tasks import load_tensors
 from pfedla.core.tensor_files import write_tensors
+from pfedla.core.uploads import NO_ANSWER
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
 from pfedla.runs.checkpoint import FORMAT, write_alpha
-from pfedla.runs.folder import RESULT
+from pfedla.runs.folder import RESULT, RunFolder
 
 if TYPE_CHECKING:
-    from pfedla.runs.run import Run, Simulation
+    from pfedla.runs.run import Run
 
 
-def describe_result(built: Built, simulation: "Simulation", honest: Tensor) -> dict[str, Any]:
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Simulation:
+    """The end of a run. Accuracies are fractions, on every client's own test data, after the last round."""
+
+    algorithm: Algorithm
+    accuracy: Tensor  # [clients], of the personal models
+    loss: Tensor
+    accuracy_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
+    traffic: Traffic
+    failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
+    seconds: dict[str, float]  # by phase
+    alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
+    alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
+    models: list[Params]  # every client's personal model; empty for a client that failed
+
+    @property
+    def alpha(self) -> Tensor | None:
+        """The weights at the end, [clients, layers, clients]; None if a method has none, or too many to keep."""
+        return None if self.alphas is None else self.alphas[-1]
+
+    @property
+    def refused_uploads(self) -> int:
+        """How many uploads came and were not used."""
+        others = (NO_ANSWER.reason, "raised", "evaluation raised")
+        counts = [one for reasons in self.failures.values() for one in reasons.items()]
+        return sum(times for reason, times in counts if reason not in others)
+
+    def __repr__(self) -> str:
+        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
+        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
+
+    def personal_model(self, client: int) -> nn.Module:
+        """Return the model this client would deploy: a copy of your module with its tensors, in eval mode.
+
+        It takes what it was trained on: uint8 images go through `Federation.normalise` first.
+        """
+        if not 0 <= client < len(self.models):
+            raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
+        return load_tensors(self.algorithm.task.module, self.models[client])
+
+
+def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dict[str, Any]:
     """Return what result.json holds."""
     experiment = built.experiment
     total = sum(simulation.seconds.values())
@@ -37,7 +82,7 @@ def describe_result(built: Built, simulation: "Simulation", honest: Tensor) -> d
         "accuracy": summarise(simulation.accuracy),
         "accuracy_after_training": summarise(simulation.accuracy_after_training),
         "loss": loss if abs(loss) < float("inf") else None,
-        "traffic": dataclasses.asdict(simulation.traffic),
+        "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
         "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
         "faults": experiment.faults.active,
@@ -52,10 +97,8 @@ def describe_result(built: Built, simulation: "Simulation", honest: Tensor) -> d
     return result
 
 
-def write_results(run: "Run") -> None:
+def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result: dict[str, Any]) -> None:
     """Write everything of a finished run; result.json is the last of the numbers: a folder with it is complete."""
-    folder, simulation = run.folder, run.simulation
-    assert folder is not None and simulation is not None and run.result is not None
     if simulation.alphas is not None:
         write_alpha(folder.path, run.state, run.algorithm.task.layers.names)
     elif type(simulation.algorithm).alpha is not Algorithm.alpha:
@@ -69,6 +112,6 @@ def write_results(run: "Run") -> None:
     if run.built.unseen is not None:
         from pfedla.runs.joining import join_unseen
 
-        run.result["unseen"] = join_unseen(run)
-    folder.write_json(RESULT, run.result)
+        result["unseen"] = join_unseen(run)
+    folder.write_json(RESULT, result)
     draw_run(folder.path)

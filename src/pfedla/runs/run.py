@@ -5,78 +5,29 @@ The command line, `compare`, `reproduce`, `simulate` and the Flower server app a
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pfedla.core.contracts import Algorithm, ClientMetrics, Engine, Failure, Params
-from pfedla.core.errors import GaveUpError, PfedlaError, Stopped
-from pfedla.core.rounds import Round, Traffic, evaluate_all, everyone, in_chunks, run_rounds, summarise, timed
-from pfedla.core.tasks import load_tensors
-from pfedla.core.uploads import NO_ANSWER
+from pfedla.core.contracts import Algorithm, ClientMetrics, Engine, Failure
+from pfedla.core.errors import GaveUpError, Stopped
+from pfedla.core.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds, summarise, timed
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.report.figures import draw_run
-from pfedla.runs.build import Built, build, build_own
+from pfedla.runs.build import Built
 from pfedla.runs.checkpoint import RunState, add_line, show_alpha
-from pfedla.runs.experiment import Experiment, list_settings
-from pfedla.runs.folder import RUNS, RunFolder, folder_name, next_numbered
-from pfedla.runs.overrides import nest, overlay
+from pfedla.runs.folder import RunFolder
 from pfedla.runs.progress import Display
-from pfedla.runs.result import describe_result, write_results
-from pfedla.runs.trackers import Tracking, check_trackers
+from pfedla.runs.result import Simulation, describe_result, write_results
+from pfedla.runs.trackers import Tracking
 
 SNAPSHOTS = 100
 SNAPSHOT_NUMBERS = 2**26  # at most 256 MiB of alpha are kept
 RunningEngine = AbstractContextManager[Engine]
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class Simulation:
-    """The end of a run. Accuracies are fractions, on every client's own test data, after the last round."""
-
-    algorithm: Algorithm
-    accuracy: Tensor  # [clients], of the personal models
-    loss: Tensor
-    accuracy_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
-    traffic: Traffic
-    failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
-    seconds: dict[str, float]  # by phase
-    alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
-    alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
-    models: list[Params]  # every client's personal model; empty for a client that failed
-
-    @property
-    def alpha(self) -> Tensor | None:
-        """The weights at the end, [clients, layers, clients]; None if a method has none, or too many to keep."""
-        return None if self.alphas is None else self.alphas[-1]
-
-    @property
-    def refused_uploads(self) -> int:
-        """How many uploads came and were not used."""
-        others = (NO_ANSWER.reason, "raised", "evaluation raised")
-        counts = [one for reasons in self.failures.values() for one in reasons.items()]
-        return sum(times for reason, times in counts if reason not in others)
-
-    def __repr__(self) -> str:
-        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
-        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
-
-    def personal_model(self, client: int) -> nn.Module:
-        """Return the model this client would deploy: a copy of your module with its tensors, in eval mode.
-
-        It takes what it was trained on: uint8 images go through `Federation.normalise` first.
-        """
-        if not 0 <= client < len(self.models):
-            raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
-        return load_tensors(self.algorithm.task.module, self.models[client])
 
 
 class Run:
@@ -221,7 +172,8 @@ class Run:
         out_of_turn = round.round % self.experiment.evaluate_every
         state.traffic = round.traffic.plus(evaluation=-round.evaluation_bytes if out_of_turn else 0)
         self._traffic = round.traffic
-        state.after_training[round.cohort.ids] = round.after_training.accuracy
+        for client, accuracy in zip(round.cohort.ids.tolist(), round.after_training.accuracy.tolist(), strict=True):
+            state.after_training[client] = accuracy
         state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
         for failures in (round.failures, round.evaluation_failures):
             for client, failure in failures.items():
@@ -274,7 +226,7 @@ class Run:
             self.simulation = self._conclude()
             self.result = describe_result(self.built, self.simulation, self.honest)
             if self.folder is not None:
-                write_results(self)
+                write_results(self, self.folder, self.simulation, self.result)
         elif self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
             draw_run(self.folder.path)  # it was stopped after its numbers and before its pictures
         if self.trackers is not None:
@@ -302,7 +254,9 @@ class Run:
             algorithm=self.algorithm,
             accuracy=self._evaluation.accuracy,
             loss=self._evaluation.loss,
-            accuracy_after_training=state.after_training,
+            accuracy_after_training=torch.tensor(
+                [math.nan if value is None else value for value in state.after_training], dtype=torch.float64
+            ),
             traffic=self._traffic,
             failures=state.failures,
             seconds=state.seconds,
@@ -314,8 +268,7 @@ class Run:
 
 def fresh_state(algorithm: Algorithm, num_clients: int, seed: int, *, keeps_alpha: bool = True) -> RunState:
     """Return the state before the first round."""
-    never = torch.full((num_clients,), torch.nan, dtype=torch.float64)
-    state = RunState(server=algorithm.init_server(num_clients, seed), after_training=never)
+    state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
     if keeps_alpha:
         take_snapshot(state, algorithm)
     return state
@@ -383,52 +336,3 @@ def finite_mean(values: Tensor) -> float | None:
     """Average over the clients that have a value, as `summarise` does; None where there is nothing finite."""
     mean = values.nanmean().item() if len(values) else math.nan
     return mean if math.isfinite(mean) else None
-
-
-def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
-    """Run an experiment; return its run folder. With `resume`, continue the run in `out` if there is one.
-
-    `track` names experiment trackers that get every round too: tensorboard, mlflow, wandb.
-    """
-    trackers, built = check_trackers(track), build(experiment)
-    folder = RunFolder(out or next_numbered(RUNS / folder_name(built.experiment)), resume=resume)
-    Run(built, folder, track=trackers).complete()
-    return folder.path
-
-
-def simulate(
-    federation: Federation,
-    model: nn.Module,
-    algorithm: str = "pfedla",
-    *,
-    on_round: Callable[[Round], None] | None = None,
-    progress: bool | None = None,
-    faults: dict[str, Any] | Any = None,
-    **settings: Any,
-) -> Simulation:
-    """Train personal models for all clients of a federation.
-
-    `model` maps a batch to logits; its present weights are the common initialisation. `settings` are those of the
-    experiment file by their short names (`rounds`, `lr`, `local_epochs`, `batch_size`, `participation`, `seed`,
-    `engine`, `threads`, `device`, `norm_bound`, …; docs/experiment-file.md lists them) and the algorithm's own options
-    (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows
-    a progress bar; by default it does so on a terminal.
-    """
-    places = {name: place for name, place in list_settings().items() if place.section not in ("data", "faults")}
-    common = {name: value for name, value in settings.items() if name in places}
-    options = {name: value for name, value in settings.items() if name not in places}
-    values = overlay(nest(common), {"algorithm": {"name": algorithm, **options}})
-    if faults is not None:
-        values["faults"] = faults
-    experiment = Experiment.parse(values)
-    built = build_own(experiment, federation, model)
-    quiet = not (sys.stderr.isatty() if progress is None else progress)
-    with Display(experiment.rounds, quiet=quiet) as display:
-        display.begin(algorithm, experiment.seed)
-        with Run(built, display=display) as run:
-            for round in run:
-                if on_round is not None:
-                    on_round(round)
-            run.finish()
-    assert run.simulation is not None
-    return run.simulation
