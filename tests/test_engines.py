@@ -1,6 +1,7 @@
 """Which engine runs; that engines agree, for any number of threads, resumed or not; what a failing client costs."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -164,31 +165,23 @@ def test_two_simulations_in_two_threads_at_once() -> None:
     """Each has the numbers it has alone, and torch's number of threads is as before, in old and new threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    expected = {seed: simulate(toy_federation(), TinyNet(), "fedrep", rounds=4, seed=seed) for seed in (0, 1)}
-    results: dict[int, Any] = {}
-    inside = threading.Barrier(2)
-    after: list[int] = []
+    together, after = threading.Barrier(2), []
 
-    def work(seed: int) -> None:
-        results[seed] = simulate(
-            toy_federation(),
-            TinyNet(),
-            "fedrep",
-            rounds=4 + seed,
-            seed=seed,
-            on_round=lambda r: r.round == 1 and inside.wait(60),
-        )
+    def train_alone(seed: int, wait: Any = None) -> Any:
+        settings: dict[str, Any] = {"rounds": 4, "seed": seed, "engine": "threaded", "on_round": wait}
+        return simulate(toy_federation(), TinyNet(), "fedrep", **settings)
+
+    def train_together(seed: int) -> Any:
+        result = train_alone(seed, lambda round: together.wait(60))
         after.append(torch.get_num_threads())
+        return result
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    new = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
-    new.start()
-    new.join()
+    expected = list(map(train_alone, (0, 1)))
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(train_together, (0, 1)))
+    with ThreadPoolExecutor(1) as pool:
+        after.append(pool.submit(torch.get_num_threads).result())
     assert after == [2, 2, 2]
-    assert torch.equal(results[0].accuracy, expected[0].accuracy)
-    assert_same(results[0].models[0], expected[0].models[0])
+    for result, alone in zip(results, expected, strict=True):
+        assert_same(result.models[0], alone.models[0])
     torch.set_num_threads(before)

@@ -152,7 +152,7 @@ class SimulatedClients(ABC):
         self,
         algorithm: Algorithm,
         federation: Federation,
-        settings: EngineSettings = EngineSettings(),  # noqa: B008 (frozen)
+        settings: EngineSettings,
         *,
         recalibrate: Recalibrate = "unsampled",
         faults: Faults = NO_FAULTS,
