@@ -19,9 +19,8 @@ MIB = 2**20
 Result = Mapping[str, Any]
 COLUMNS = ("personal %", "after training %", "worst %", "down MiB", "up MiB", "s")
 UNSEEN_COLUMNS = ("unseen %", "unseen alone %")  # clients that joined after the run
-SEED_COLUMNS = ("seeds", "difference to the first")
 NOTE = (
-    "Accuracies: mean ± standard deviation over seeds. Differences: paired, mean ± standard error (seeds). "
+    "Table: mean ± standard deviation over seeds. Differences: paired, in points, mean ± standard error (seeds). "
     "Bold: ahead of every other method by a paired t-test at 5 %, with at least three seeds."
 )
 
@@ -45,7 +44,7 @@ class Row:
         """What a table shows in place of a mean: a method that gave up on a seed has none."""
         if self.gave_up:
             return f"gave up on {len(self.gave_up)} of {self.num_seeds} seeds"
-        return "" if self.results else "not applicable"
+        return "" if self.results else "–"
 
     @property
     def reasons(self) -> list[str]:
@@ -77,37 +76,38 @@ class Row:
 
 
 def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table of a comparison; with several seeds also the paired differences to the first."""
-    by_seed = {row.algorithm: row.accuracies() for row in rows}
-    first, supported = find_first(by_seed), find_supported_first(by_seed)
+    """Return the table of a comparison."""
+    supported = find_supported_first({row.algorithm: row.accuracies() for row in rows})
     with_unseen = any("unseen" in result for row in rows for result in row.results)
-    lines = [["algorithm", *COLUMNS, *UNSEEN_COLUMNS * with_unseen, *SEED_COLUMNS * has_seeds(rows)]]
+    lines = [["algorithm", *COLUMNS, *UNSEEN_COLUMNS * with_unseen]]
     for row in rows:
-        cells = row.cells(with_unseen=with_unseen)
-        cells[0] = f"**{cells[0]}**" if row.algorithm == supported else cells[0]
-        if has_seeds(rows):
-            behind = compare(by_seed[row.algorithm], by_seed[first]) if first not in (None, row.algorithm) else None
-            cells += [str(len(row.results)), str(behind or "–")]
-        lines.append([row.algorithm, *cells])
+        first, *others = row.cells(with_unseen=with_unseen)
+        lines.append([row.algorithm, f"**{first}**" if row.algorithm == supported else first, *others])
     return lines
 
 
-def has_seeds(rows: Sequence[Row]) -> bool:
-    return any(row.num_seeds > 1 for row in rows)
-
-
-def list_notes(rows: Sequence[Row]) -> list[str]:
-    return [*(reason for row in rows for reason in row.reasons), *[NOTE] * has_seeds(rows)]
+def comparison_notes(rows: Sequence[Row]) -> list[str]:
+    """Return why methods have no mean and, with several seeds, the paired differences to the first."""
+    notes = [reason for row in rows for reason in row.reasons]
+    by_seed = {row.algorithm: row.accuracies() for row in rows}
+    first = find_first(by_seed)
+    if first is not None and any(row.num_seeds > 1 for row in rows):
+        pairs = {name: compare(values, by_seed[first]) for name, values in by_seed.items() if name != first}
+        notes += [f"{name} − {first}: {difference}" for name, difference in pairs.items() if difference]
+        notes.append(NOTE)
+    return notes
 
 
 def comparison_markdown(rows: Sequence[Row]) -> str:
-    notes = [*list_notes(rows), *warnings([result for row in rows for result in row.results])]
-    return "\n\n".join([markdown_table(comparison_lines(rows)), *notes]) + "\n"
+    notes = [*comparison_notes(rows), *warnings([result for row in rows for result in row.results])]
+    return "\n".join([markdown_table(comparison_lines(rows)), "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     table = terminal_table(comparison_lines(rows))
-    table.caption = "\n".join(list_notes(rows)) or None
+    for column in table.columns[1:]:
+        column.min_width = 10 if str(column.header).endswith("%") else None
+    table.caption = "\n".join(comparison_notes(rows)) or None
     return table
 
 
