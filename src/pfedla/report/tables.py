@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -131,7 +132,7 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     for position, heading in enumerate(lines[0]):
         table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
     for line in lines[1:]:
