@@ -132,7 +132,9 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     for position, heading in enumerate(lines[0]):
         table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
     for line in lines[1:]:
