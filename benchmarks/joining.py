@@ -1,12 +1,11 @@
-"""Does joining pay? Clients that stayed away from a run join it: by pFedLA, from FedAvg's model fine-tuned, or not at all.
+"""Does joining help? Unseen clients join by pFedLA held-out, get FedAvg's model, fine-tune it, or train alone.
 
-All have the same local budget on their own data. Seeds that stand in --out are not made again.
+All have the same local budget on their own data. Seeds whose results are in --out are not run again.
 
 python benchmarks/joining.py digits dominant --seeds 0,1,2
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,55 +15,56 @@ from rich.console import Console
 from rich.table import Table
 
 from pfedla.algorithms.finetune import FedAvgFineTuned
-from pfedla.core.contracts import ServerState
-from pfedla.runs.experiment import Built, Experiment, build
-from pfedla.runs.joining import ROUNDS, Terms, join
-from pfedla.runs.simulation import simulate_method
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.joining import ROUNDS, join
+from pfedla.runs.run import Run
 
 OUT = Path(__file__).parent / "results" / "joining.jsonl"
 
 
-def finished(name: str, setting: dict[str, Any]) -> tuple[Built, ServerState, float]:
-    """A run without the unseen clients: the server's state at its end, and the accuracy of those who took part."""
-    data = {"dataset": setting["dataset"], "partition": setting["partition"]}
-    values = {key: setting[key] for key in ("seed", "rounds", "unseen_clients")} | {"evaluate_every": setting["rounds"]}
-    training = {"local_epochs": setting["local_epochs"]}
-    built = build(Experiment.parse({**values, "data": data, "training": training, "algorithm": {"name": name}}))
-    last: list[ServerState] = []
-
-    def keep(played: Any) -> None:
-        last[:] = [played.server]
-
-    result = simulate_method(built.federation, built.algorithm, built.experiment.settings(), on_round=keep)
-    return built, last[0], result.accuracy.mean().item()
+def train(name: str, setting: dict[str, Any]) -> Run:
+    """Run a method without the unseen clients."""
+    values = {key: setting[key] for key in ("seed", "rounds", "unseen_clients")}
+    sections = {
+        "data": {"dataset": setting["dataset"], "partition": setting["partition"]},
+        "training": {"local_epochs": setting["local_epochs"]},
+        "algorithm": {"name": name},
+    }
+    run = Run(build(Experiment.parse({**values, **sections, "evaluate_every": setting["rounds"]})))
+    run.complete()
+    return run
 
 
-def made(setting: dict[str, Any]) -> dict[str, Any]:
-    """The accuracies of the unseen clients, each in a list."""
-    terms = Terms(setting["rounds"], setting["seed"], setting["joining_rounds"])
-    built, server, took_part = finished("pfedla", setting)
-    averaged, mean, took_part_fedavg = finished("fedavg", setting)
-    assert built.unseen is not None
-    count = len(built.federation)
-    training = averaged.algorithm.training
-    tuned = {epochs: _tuned(averaged, epochs) for epochs in (training.epochs, training.epochs * terms.rounds)}
+def measure(setting: dict[str, Any]) -> dict[str, Any]:
+    """Return the accuracies of the unseen clients by method, and of those that took part."""
+    rounds = setting["joining_rounds"]
+    learned, averaged = train("pfedla-heldout", setting), train("fedavg", setting)
+    budget, unseen = averaged.algorithm.training, learned.built.unseen
+    assert unseen is not None
+    methods = {"fedavg": averaged.algorithm}
+    for epochs in (budget.local_epochs, budget.local_epochs * rounds):
+        training = budget.model_copy(update={"local_epochs": epochs})
+        methods[f"fedavg-ft {epochs}"] = FedAvgFineTuned(task=averaged.algorithm.task, training=training)
     found: dict[str, list[float | None]] = {}
-    for number in range(len(built.unseen)):
-        newcomer = built.unseen.only([number])
-        joined = join(built.algorithm, server, newcomer, count, terms)
-        row = {f"pfedla {key}": value for key, value in joined.accuracies().items() if key != "alone"}
-        row |= {"local": joined.alone}
-        for epochs, method in tuned.items():
-            row[f"fedavg-ft {epochs}"] = join(method, mean, newcomer, count, replace(terms, rounds=1)).after
-        row["fedavg"] = join(averaged.algorithm, mean, newcomer, count, replace(terms, rounds=1)).after
+    for number in range(len(unseen)):
+        one, count, after = unseen.only([number]), len(learned.built.federation), setting["rounds"]
+        joined = join(
+            learned.algorithm, learned.state.server, one, count, learned.experiment, after=after, rounds=rounds
+        )
+        row = {f"pfedla-heldout {key}": value for key, value in joined.accuracies().items() if key != "alone"}
+        row["local"] = joined.alone
+        for name, method in methods.items():
+            server, experiment = averaged.state.server, averaged.experiment
+            row[name] = join(method, server, one, count, experiment, after=after, rounds=1).after
         for key, value in row.items():
             found.setdefault(key, []).append(value)
-    return {**setting, "took_part": {"pfedla": took_part, "fedavg": took_part_fedavg}, "accuracy": found}
-
-
-def _tuned(averaged: Built, epochs: int) -> FedAvgFineTuned:
-    method = averaged.algorithm
-    return FedAvgFineTuned(task=method.task, training=replace(method.training, epochs=epochs))
+    took_part = {
+        name: run.simulation.accuracy.mean().item()
+        for name, run in (("pfedla-heldout", learned), ("fedavg", averaged))
+        if run.simulation is not None
+    }
+    return {**setting, "took_part": took_part, "accuracy": found}
 
 
 def main(
@@ -78,15 +78,14 @@ def main(
     out: Path = OUT,
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+    common = {"dataset": dataset, "partition": partition, "rounds": rounds, "local_epochs": local_epochs}
+    common |= {"unseen_clients": unseen_clients, "joining_rounds": joining_rounds}
     lines = []
     for seed in map(int, seeds.split(",")):
-        setting = {
-            "dataset": dataset, "partition": partition, "seed": seed, "rounds": rounds, "local_epochs": local_epochs,
-            "unseen_clients": unseen_clients, "joining_rounds": joining_rounds,
-        }  # fmt: skip
+        setting = common | {"seed": seed}
         line = next((one for one in known if one.items() >= setting.items()), None)
         if line is None:
-            line = made(setting)
+            line = measure(setting)
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         lines.append(line)
@@ -94,8 +93,8 @@ def main(
     for key in lines[0]["accuracy"]:
         means = [100 * np.mean(line["accuracy"][key]) for line in lines]
         table.add_row(key, f"{np.mean(means):.1f}", f"{np.std(means, ddof=1):.1f}" if len(means) > 1 else "")
-    for name in ("pfedla", "fedavg"):
-        table.add_row(f"{name}, who took part", f"{100 * np.mean([line['took_part'][name] for line in lines]):.1f}", "")
+    for name in lines[0]["took_part"]:
+        table.add_row(f"{name}, seen clients", f"{100 * np.mean([line['took_part'][name] for line in lines]):.1f}", "")
     Console().print(table)
 
 

@@ -1,6 +1,6 @@
-"""Which rule, which rate? Trials on a validation split of the *training* data; the test split of the seed is not touched.
+"""Which method, which options? Trials on a validation split of the *training* data; the test split is not touched.
 
-A trial is a method and its options. Those that stand in --out are not made again.
+A trial is a method and its options. Trials whose results are in --out are not run again.
 
 python benchmarks/validation.py digits classes --seeds 0,1,2 local fedavg pfedla "pfedla hypernetwork_lr=6"
 python benchmarks/validation.py emnist dominant --local-epochs 10 fedrep "fedrep head_epochs=2"
@@ -21,21 +21,21 @@ from rich.table import Table
 from pfedla import simulate
 from pfedla.core.errors import GaveUpError
 from pfedla.data.federation import Federation, federation_of
-from pfedla.runs.experiment import Experiment, build
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment
 
 OUT = Path(__file__).parent / "results" / "validation.jsonl"
 
 
-def validation(federation: Federation, seed: int) -> Federation:
-    """The clients' training examples alone, 30 % of them held out as the test split of a new federation."""
+def hold_out(federation: Federation, seed: int) -> Federation:
+    """Return a federation of the training examples alone, with 30 % of them as its test split."""
     x, y = (np.concatenate([examples[part].numpy() for examples in federation.train]) for part in (0, 1))
     return federation_of(x, y, np.repeat(np.arange(len(federation)), federation.num_examples.numpy()), seed=seed)
 
 
-def options_of(words: list[str]) -> dict[str, Any]:
+def parse_options(words: list[str]) -> dict[str, Any]:
     found = {}
-    for word in words:
-        key, _, text = word.partition("=")
+    for key, _, text in (word.partition("=") for word in words):
         try:
             found[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -43,20 +43,30 @@ def options_of(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def made(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
+def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
     name, *words = trial.split()
     data = {"dataset": setting["dataset"], "partition": setting["partition"]}
     built = build(Experiment.parse({"seed": setting["seed"], "data": data}))
+    assert isinstance(built.federation, Federation)
     result = simulate(
-        validation(built.federation, setting["seed"]), built.algorithm.task.module, name, rounds=setting["rounds"],
-        local_epochs=setting["local_epochs"], lr=setting.get("lr", built.algorithm.training.lr), seed=setting["seed"],
-        evaluate_every=setting["rounds"], recalibrate="always", progress=False, compile="on", **options_of(words),
-    )  # fmt: skip
+        hold_out(built.federation, setting["seed"]),
+        built.algorithm.task.module,
+        name,
+        rounds=setting["rounds"],
+        local_epochs=setting["local_epochs"],
+        lr=setting.get("lr", built.algorithm.training.learning_rate),
+        seed=setting["seed"],
+        evaluate_every=setting["rounds"],
+        recalibrate="always",
+        progress=False,
+        compile=True,
+        **parse_options(words),
+    )
     line = {**setting, "trial": trial, "accuracy": result.accuracy.mean().item()}
     line["after_training"] = result.accuracy_after_training.mean().item()
     if result.alpha is not None:
-        own = result.alpha.diagonal(dim1=0, dim2=2).mean(1).tolist()
-        line["self_weights"] = {layer: round(weight, 3) for layer, weight in zip(result.layer_names, own, strict=True)}
+        names, own = result.algorithm.task.layers.names, result.alpha.diagonal(dim1=0, dim2=2).mean(1).tolist()
+        line["self_weights"] = {layer: round(weight, 3) for layer, weight in zip(names, own, strict=True)}
     return line
 
 
@@ -72,17 +82,17 @@ def main(
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     table = Table("trial", "validation accuracy %", "after training %", "self-weight per layer")
+    common = {"dataset": dataset, "partition": partition, "rounds": rounds, "local_epochs": local_epochs}
+    common |= {} if lr is None else {"lr": lr}
     for trial in track(trials, console=Console(stderr=True)):
         lines = []
         for seed in map(int, seeds.split(",")):
-            setting = {
-                "dataset": dataset, "partition": partition, "seed": seed, "rounds": rounds, "local_epochs": local_epochs,
-            } | ({} if lr is None else {"lr": lr})  # fmt: skip
+            setting = common | {"seed": seed}
             whole = {**setting, "trial": trial}
             line = next((one for one in known if one.get("lr") == lr and one.items() >= whole.items()), None)
             if line is None:
                 try:
-                    line = made(trial, setting)
+                    line = measure(trial, setting)
                 except GaveUpError as error:  # it diverged: a result, too
                     line = {**whole, "failed": str(error)}
                 with out.open("a", encoding="utf-8") as file:

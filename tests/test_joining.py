@@ -206,11 +206,7 @@ def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla: Any, finis
     assert code == 0, err
     assert "run/joined/new" in out
     folder = finished / "joined" / "new"
-    assert {path.name for path in folder.iterdir()} == {
-        "result.json",
-        "model.safetensors",
-        "alpha.safetensors",
-    }
+    assert {path.name for path in folder.iterdir()} == {"result.json", "model.safetensors", "alpha.safetensors"}
     result = json.loads((folder / "result.json").read_text())
     assert (result["after_round"], result["rounds"], result["clients"]) == (2, 3, 4)
     alpha = load_file(folder / "alpha.safetensors")["alpha"]
@@ -326,9 +322,7 @@ def test_unseen_clients_are_part_of_the_identity(finished: Path, original: Path)
     assert "unseen" not in json.loads((finished / "result.json").read_text())
     assert "unseen_clients" not in Experiment.parse(EXPERIMENT).identity()
     with pytest.raises(PfedlaError, match="unseen_clients"):
-        run(
-            Experiment.parse(UNSEEN | {"data": {"dataset": str(original / "old.npz")}}), finished, resume=True
-        )
+        run(Experiment.parse(UNSEEN | {"data": {"dataset": str(original / "old.npz")}}), finished, resume=True)
 
 
 def test_unseen_clients_are_reported_apart(finished: Path) -> None:

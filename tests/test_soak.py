@@ -11,20 +11,18 @@ ROUNDS, SETTLED = 500, 50
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from pfedla.runs.progress import Reporter
-from pfedla.runs.experiment import Experiment, build
-from pfedla.runs.result import run_built
+from pfedla.runs.build import build
+from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import RunFolder
-
-class Watching(Reporter):
-    def on_round(self, played):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
-        failures.append({client: failure.reason for client, failure in played.failures.items()})
+from pfedla.runs.run import Run
 
 memory, failures = [], []
-experiment = Experiment.parse(json.loads(sys.argv[1]))
-result = run_built(build(experiment), RunFolder(Path(sys.argv[2])), Watching(experiment.rounds, quiet=True))
+with Run(build(Experiment.parse(json.loads(sys.argv[1]))), RunFolder(Path(sys.argv[2]))) as run:
+    for round in run:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        failures.append({client: failure.reason for client, failure in round.failures.items()})
+    result = run.finish()
 print(json.dumps({"memory": memory, "failures": failures, "result": result}))
 """
 
@@ -32,14 +30,16 @@ print(json.dumps({"memory": memory, "failures": failures, "result": result}))
 @pytest.mark.slow
 def test_five_hundred_rounds_with_absent_and_bad_clients(tmp_path: Path) -> None:
     experiment = {
-        "rounds": ROUNDS, "evaluate_every": 5, "algorithm": {"name": "heurpfedla"}, "data": {"dataset": "digits"},
-        "training": {"local_epochs": 1}, "checkpoint": {"rounds": 10},
+        "rounds": ROUNDS,
+        "evaluate_every": 5,
+        "algorithm": {"name": "heurpfedla"},
+        "data": {"dataset": "digits"},
+        "training": {"local_epochs": 1},
+        "checkpoint": {"rounds": 10},
         "faults": {"dropout": 0.3, "attack": "nan", "attackers": 1.0, "attack_rate": 0.05},
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(experiment), str(tmp_path / "r")],
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps(experiment), str(tmp_path / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     drawn = 10 * ROUNDS
