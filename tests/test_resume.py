@@ -85,7 +85,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 FORKING = """
 import json, os, sys
-import pfedla.cli, pfedla.report.figures, pfedla.runs.run
+import pfedla.cli, pfedla.runs.run, sklearn.datasets, torch._dynamo
 for line in sys.stdin:
     pid = os.fork()
     if not pid:
@@ -114,9 +114,9 @@ class Lives:
         assert self.parent.stdin is not None
         self.said.write_text("")
         print(json.dumps(words), file=self.parent.stdin, flush=True)
-        pid, deadline = self._read(), time.monotonic() + 60
+        pid = self._read()
         while after not in self.said.read_text():
-            assert time.monotonic() < deadline, self.said.read_text()
+            os.kill(pid, 0)  # raises if it has ended
             time.sleep(0.001)
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ class Lives:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_killed_at_twenty_random_moments_and_resumed_each_time(name: str, tmp_path: Path) -> None:
     """SIGKILL leaves no time for anything. The moments are drawn: some before the first round, most while it trains."""
-    run = (*settings(name), "--rounds", 120, "--checkpoint-every", "1", "--set", "evaluate_every=3")
+    run = (*settings(name), "--rounds", 200, "--checkpoint-every", "1", "--set", "evaluate_every=3")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     succeed(*run, "--out", whole, "--quiet")
     life = json.loads((whole / "result.json").read_text())["seconds"]["total"] / 20  # on this machine
