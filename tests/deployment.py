@@ -29,7 +29,7 @@ from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import write_node_key
 from pfedla.flower.layout import plan_deployment, read_deployment, write_app, write_deployment
-from pfedla.flower.local import LOOPBACK, LocalFederation, collect_models
+from pfedla.flower.processes import LOOPBACK, LocalFederation, collect_models
 from pfedla.flower.server_app import END, LOG, beside
 from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment

@@ -95,7 +95,7 @@ def local(
     """
     _check_flower()
     from pfedla.flower.layout import read_deployment
-    from pfedla.flower.local import run_locally
+    from pfedla.flower.processes import run_locally
     from pfedla.report.reading import read_result
     from pfedla.report.tables import failures_lines, result_table, traffic_line
     from pfedla.runs.experiment import SITES
