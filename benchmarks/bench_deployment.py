@@ -14,7 +14,7 @@ from typing import Any
 
 import pfedla
 from pfedla.flower.layout import plan_deployment, read_deployment, write_deployment
-from pfedla.flower.local import LOOPBACK, run_locally
+from pfedla.flower.processes import LOOPBACK, run_locally
 from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import describe_environment
