@@ -8,7 +8,6 @@ from torch import nn
 from pfedla.algorithms.apfl import MIXING, PERSONAL
 from pfedla.algorithms.partial import add_prefix, strip_prefix
 from pfedla.core.contracts import LocalData, Payload
-from pfedla.core.errors import PfedlaError
 from pfedla.core.rounds import everyone
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
@@ -96,9 +95,3 @@ def test_the_personal_model_mixes_with_the_downloaded_model() -> None:
     download = Payload({name: value + 1 for name, value in initial.items()}, torch.ones(2).bool())
     mixed = algorithm.personalize(algorithm.init_client(), download, None)
     assert_same(mixed, {name: value + 0.75 for name, value in initial.items()}, tolerance=1e-6)
-
-
-def test_more_epochs_than_the_budget_are_refused() -> None:
-    make("apfl", joint_epochs=2).check(6)
-    with pytest.raises(PfedlaError, match="joint_epochs"):
-        make("apfl", joint_epochs=3).check(6)

@@ -5,19 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import (
-    CLASSES,
-    FEATURES,
-    VARIANTS,
-    applies,
-    assert_same,
-    engine_for,
-    flat,
-    make,
-    play,
-    received,
-    toy_federation,
-)
+from conftest import FEATURES, VARIANTS, applies, assert_same, engine_for, flat, make, play, received, toy_federation
 from safetensors.torch import load, save
 from torch import nn
 
@@ -205,7 +193,7 @@ def test_after_training_is_measured_on_the_trained_model(name: str, federation: 
         downloads = algorithm.download(algorithm.init_server(len(federation), seed=0), cohort)
         trained = received(engine, cohort, downloads)
         for client in (0, 3):
-            data = engine.client(client).local_data(cohort, downloads.rows(client), has_trained=False)
+            data = engine.clients[client].local_data(cohort, downloads.rows(client))
             result = algorithm.local_update(algorithm.init_client(), downloads.rows(client), data)
             x, y = federation.test[client]
             with torch.no_grad():
@@ -304,7 +292,7 @@ class OddNet(nn.Module):
             self.body = nn.Linear(8, 5)
             self.scale = nn.Parameter(torch.tensor(1.5))
             self.bn = nn.BatchNorm1d(5)
-            self.head = nn.Linear(5, CLASSES).to(head_dtype)
+            self.head = nn.Linear(5, 3).to(head_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.bn(self.body(self.backbone(x)))) * self.scale

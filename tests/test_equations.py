@@ -9,7 +9,7 @@ from conftest import TinyNet, assert_same, budget, make, play, toy_federation
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
-from pfedla.algorithms.pfedla import FreeLayerWeights, LayerWeightHypernetwork, layer_gradient, nearest
+from pfedla.algorithms.pfedla import LayerWeightHypernetwork, nearest
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState, generator
 from pfedla.core.layers import Layers, mix, mix_few, stack, take, weighted_mean
 from pfedla.core.settings import Training
@@ -141,14 +141,6 @@ def test_layers_group_weight_and_bias_and_leave_statistics_apart() -> None:
     assert layers.index["bn.running_mean"] == layers.index["bn.weight"] == 1
 
 
-def test_mix_by_hand() -> None:
-    models = {"weight": torch.tensor([[[1.0]], [[3.0]], [[8.0]]]), "bias": torch.tensor([[0.0], [2.0], [4.0]])}
-    alpha = torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 0.0, 1.0]]])
-    mixed = mix(alpha, models, LINE)
-    assert mixed["weight"].flatten().tolist() == [0.5 + 0.75 + 2.0, 8.0]
-    assert mixed["bias"].flatten().tolist() == [1.5, 4.0]
-
-
 def test_weighted_mean_by_hand_counts_are_never_averaged() -> None:
     stacked = {"w": torch.tensor([[2.0], [6.0]]), "count": torch.tensor([3, 7])}
     mean = weighted_mean(stacked, torch.tensor([3, 1]))
@@ -167,16 +159,10 @@ def test_fedavg_weighs_by_examples_of_the_participants_only() -> None:
     assert after["model"]["weight"].flatten().tolist() == [4.0, 3.0]
 
 
-def test_layer_gradient_by_hand() -> None:
-    delta = {"weight": torch.tensor([[[2.0]]]), "bias": torch.tensor([[-1.0]])}
-    models = {"weight": torch.tensor([[[1.0]], [[3.0]]]), "bias": torch.tensor([[4.0], [0.0]])}
-    assert layer_gradient(delta, models, LINE).tolist() == [[[2.0 - 4.0, 6.0]]]
-
-
 def test_the_compact_form_by_hand() -> None:
     """Two clients, one layer, softmax at (1/2, 1/2): its Jacobian is (1/4, -1/4; -1/4, 1/4)."""
-    free = FreeLayerWeights(num_senders=2, num_layers=1)
-    tensors = free.init(2)
+    free = LayerWeightHypernetwork(num_senders=2, num_layers=1, compact=True)
+    tensors = free.init(2, torch.Generator())
     assert (free.alpha(tensors) == 0.5).all()
     stepped = free.step(tensors, torch.tensor([[[3.0, 1.0]], [[0.0, 4.0]]]), lr=0.5)
     assert stepped["logits"].flatten(1).tolist() == [[0.25, -0.25], [-0.5, 0.5]]
@@ -184,18 +170,6 @@ def test_the_compact_form_by_hand() -> None:
 
 
 # The hypernetwork's step
-
-
-def test_the_weights_start_exactly_uniform_and_move_along_the_gradient() -> None:
-    network = LayerWeightHypernetwork(num_senders=4, num_layers=2)
-    tensors = network.init(4, torch.Generator().manual_seed(0))
-    assert (network.alpha(tensors) == 0.25).all()
-    gradient = torch.zeros(4, 2, 4)
-    gradient[:, 1, 2] = 1.0
-    alpha = network.alpha(network.step(tensors, gradient, 0.1))
-    assert (alpha[:, 0] == 0.25).all()  # no gradient, no move
-    assert (alpha[:, 1].argmax(-1) == 2).all()
-    torch.testing.assert_close(alpha.sum(-1), torch.ones(4, 2))
 
 
 def double_server(**options: object) -> tuple[Algorithm, ServerState, Cohort]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_loss, plain_sgd, play
 from torch import nn
 
@@ -10,7 +9,6 @@ from pfedla.algorithms.fedala import WEIGHT
 from pfedla.algorithms.partial import add_prefix, strip_prefix
 from pfedla.core.contracts import LocalData, Payload
 from pfedla.core.errors import NotApplicableError
-from pfedla.core.layers import take
 from pfedla.data.federation import Federation
 
 BOTH = torch.ones(2).bool()
@@ -83,20 +81,6 @@ def test_without_adaptive_layers_or_steps_it_is_fedavg_bit_for_bit(
     assert_same(played[-1].server["model"], algorithm.task.layers.parameters(theirs[-1].server["model"]))
     if not batch_norm:
         assert torch.equal(played[-1].evaluation.loss, theirs[-1].evaluation.loss)
-
-
-def test_the_weights_lower_the_loss_they_are_learned_on(federation: Federation) -> None:
-    """Full batch and a small rate: a descent of f(Θ̂)."""
-    algorithm = make("fedala", batch_size=1000, sample_share=1.0, weight_lr=0.1)
-    played, clients = play(algorithm, federation)
-    client, (x, y) = take({n: clients[n] for n in algorithm.init_client()}, 3), federation.train[3]
-    download = Payload(played[-1].server["model"], BOTH)
-    weights = algorithm._fit(client, download, LocalData(x, y, torch.arange(20)[None], has_trained=TRUE))
-    before, after = (
-        F.cross_entropy(algorithm.task.logits(algorithm._start(client, w, download), x), y)
-        for w in (strip_prefix(WEIGHT, client), weights)
-    )
-    assert after < before
 
 
 def test_more_layers_than_there_are_are_refused() -> None:

@@ -155,9 +155,8 @@ def test_what_all_models_take_is_known_before_they_are_made(monkeypatch: pytest.
 
 def test_what_a_hypernetwork_takes_is_known_before_it_is_made() -> None:
     task = task_of(build_model("small-cnn", (1, 8, 8), 10, torch.Generator()))
-    sizes = {"embedding_size": 10_000, "hidden_size": 10_000}
     with at_most(GIBIBYTE), pytest.raises(PfedlaError, match="hidden_size = 10000"):
-        create("pfedhn", task, budget(0.1, 1, 8), sizes).check(10**6)
+        create("pfedhn", task, budget(0.1, 1, 8), {"hidden_size": 10_000}).check(10**6)
     small = create("pfedhn", task, budget(0.1, 1, 8))
     server = small.init_server(7, 0)
     groups = ("embeddings", "network", "momentum")

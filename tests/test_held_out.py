@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from pfedla.algorithms import create, pfedla, pfedla_heldout
-from pfedla.algorithms.pfedla import FreeLayerWeights, LayerWeightHypernetwork, features_of
+from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
 from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
 from pfedla.core.contracts import Algorithm, LocalData, Params, Payload, ServerState
 from pfedla.core.models import build_model
@@ -54,7 +54,7 @@ def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation
         downloads = algorithm.download(algorithm.init_server(6, 0), cohort)
         answers = engine.train(cohort, downloads)
         for client in (1, 3):  # of 14 and 20 examples
-            data = engine.client(client).local_data(cohort, downloads.rows(client), has_trained=False)
+            data = engine.clients[client].local_data(cohort, downloads.rows(client))
             start = {name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()}
             F.cross_entropy(functional_call(TinyNet(), start, (data.held_out_x,)), data.held_out_y).backward()
             for layer in ("fc1", "fc2"):
@@ -78,7 +78,7 @@ def test_the_weights_move_down_the_held_out_loss_and_nothing_else_moves_them(fed
     after = algorithm.aggregate(copy.deepcopy(server), cohort, downloads, uploads)
     with engine_for(algorithm, federation) as engine:
         for client in (1, 3, 4):
-            data = engine.client(client).local_data(cohort, downloads, has_trained=True)
+            data = engine.clients[client].local_data(cohort, downloads)
             losses = []
             for hypernetworks in (server["hypernetworks"], after["hypernetworks"]):
                 mixed = algorithm.download({**server, "hypernetworks": hypernetworks}, cohort).rows(client).tensors
@@ -144,14 +144,14 @@ def test_the_gradient_is_a_normalised_inner_product_with_the_way_to_each_sender(
 
 
 def test_a_damped_step_moves_the_logits_as_the_compact_form_and_the_trunk_a_tenth_as_fast() -> None:
-    network, free = LayerWeightHypernetwork(num_senders=3, num_layers=2), FreeLayerWeights(3, 2)
+    network, free = (LayerWeightHypernetwork(3, 2, compact) for compact in (False, True))
     tensors = {name: value.double() for name, value in network.init(2, torch.Generator().manual_seed(0)).items()}
     gradient = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1)).double()
     compact = free.step({"logits": torch.zeros(2, 2, 3, dtype=torch.float64)}, gradient, 0.5)
     moved = network.step(tensors, gradient, 0.5, damped=True)
     torch.testing.assert_close(network.alpha(moved), free.alpha(compact))  # with heads of zero the trunk is still
     plain, damped = (network.step(moved, gradient, 0.5, damped=damped) for damped in (False, True))
-    share = 0.1 / (1 + features_of(moved).square().sum(-1))
+    share = 0.1 / (1 + apply_trunk(moved).square().sum(-1))
     for name in ("embedding", "trunk1.weight"):
         steps = [after[name] - moved[name] for after in (damped, plain)]
         torch.testing.assert_close(steps[0], steps[1] * share.view(-1, *[1] * (steps[1].ndim - 1)))

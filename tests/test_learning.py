@@ -89,31 +89,6 @@ def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     assert result.accuracy.mean() > 0.5  # three classes
 
 
-@pytest.mark.parametrize("form", ["network", "compact"])
-def test_weight_falls_with_distance_along_a_chain(form: str) -> None:
-    """Clients whose rules turn step by step around a circle: the weights find who is near."""
-    angles = torch.arange(8) * torch.pi / 4
-    draws = torch.Generator().manual_seed(0)
-
-    def examples(count: int, angle: torch.Tensor) -> Examples:
-        x = torch.randn(count, FEATURES, generator=draws)
-        return Examples(x, (x[:, 0] * angle.cos() + x[:, 1] * angle.sin() > 0).long())
-
-    federation = Federation([examples(60, a) for a in angles], [examples(20, a) for a in angles], ("0", "1", "2"))
-    how = {"hypernetwork": form, "rounds": 10, "lr": 0.1, "evaluate_every": 10}
-    alpha = simulate(federation, TinyNet(), "pfedla-heldout", **how).alpha
-    around = (torch.arange(8).unsqueeze(1) - torch.arange(8)).abs()
-    distance = torch.minimum(around, 8 - around)
-    means = torch.stack([alpha.transpose(1, 2)[distance == steps].mean(0) for steps in range(5)])  # [distance, layer]
-    assert (means.diff(dim=0) < 0).all(), means
-
-
-@pytest.mark.parametrize("name", ["heurpfedla", "pfedla-heldout"])
-def test_neighbours_and_retained_layers_learn_too(name: str) -> None:
-    result = simulate(clusters(), TinyNet(), name, rounds=40, lr=0.1, neighbours=3, retained_layers=1)
-    assert result.accuracy.mean() > 0.7
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_unsampled_client_gets_statistics_from_its_own_training_data(name: str) -> None:
     """A client that never trained has its BatchNorm statistics estimated on a copy; not with "never"."""

@@ -8,7 +8,7 @@ from conftest import TinyNet, assert_same, budget, flat, make, toy_federation
 
 from pfedla import simulate
 from pfedla.algorithms import create
-from pfedla.algorithms.pfedla import CHUNK, FreeLayerWeights, LayerWeightHypernetwork
+from pfedla.algorithms.pfedla import CHUNK, LayerWeightHypernetwork
 from pfedla.core.contracts import Algorithm, Payload, ServerState
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import take
@@ -76,8 +76,9 @@ def test_the_weights_of_many_clients_are_computed_in_chunks(options: dict) -> No
     assert whole.shape == (count, 2, count)
 
 
-@pytest.mark.parametrize("network", [LayerWeightHypernetwork(5, 3), FreeLayerWeights(5, 3)], ids=["network", "compact"])
-def test_the_sizes_are_known_and_no_client_shares_memory_with_another(network: object) -> None:
+@pytest.mark.parametrize("compact", [False, True], ids=["network", "compact"])
+def test_the_sizes_are_known_and_no_client_shares_memory_with_another(compact: bool) -> None:
+    network = LayerWeightHypernetwork(5, 3, compact)
     tensors = network.init(4, torch.Generator().manual_seed(0))
     assert sum(value[0].numel() for value in tensors.values()) == network.num_parameters
     for value in tensors.values():

@@ -49,13 +49,6 @@ def test_a_clients_round_by_hand_hessian_free() -> None:
     assert result.upload.tensors["weight"].item() == pytest.approx(0.34509375, abs=1e-9)
 
 
-def test_the_outer_rate_is_the_common_one_unless_given() -> None:
-    for beta, expected in (("auto", 0.1), (0.001, 0.001)):
-        algorithm = parabola(inner_lr=0.0, beta=beta)
-        upload = algorithm.local_update({}, Parabola.download(0.0), Parabola.data(1)).upload
-        assert upload.tensors["weight"].item() == pytest.approx(expected)
-
-
 def test_the_server_takes_the_plain_mean_or_fedavgs() -> None:
     cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
     uploads = Payload({"weight": torch.tensor([[[1.0]], [[5.0]]])}, torch.ones(2, 1).bool())
@@ -77,14 +70,6 @@ def test_the_three_batches_of_a_step_are_disjoint_and_the_second_is_the_common_o
         assert outer == expected
         assert ahead == behind
         assert len({*inner, *outer, *ahead}) == len(inner) + len(outer) + len(ahead)
-
-
-def test_with_few_batches_they_coincide_and_all_stays_finite() -> None:
-    for values, expected in (((4.0,), [[4], [4], [4]]), ((4.0, 2.0), [[2], [4], [4]])):
-        algorithm = parabola(hessian_free=True)
-        result = algorithm.local_update({}, Parabola.download(0.0), Parabola.data(*values))
-        assert algorithm.task.seen[:3] == expected  # D, D', D''
-        assert result.model["weight"].isfinite().all()
 
 
 @NORMS
@@ -150,15 +135,9 @@ def test_the_personal_model_is_one_step_on_training_data_never_test_data(
     federation: Federation, batch_norm: bool
 ) -> None:
     algorithm = tiny(batch_norm, inner_lr=0.2, batch_size=1000)
-    other = toy_federation(seed=1)
     models = personal(algorithm, federation)
-    for one, two in zip(
-        models, personal(algorithm, Federation(federation.train, other.test, ("0", "1", "2"))), strict=True
-    ):
-        assert_same(one, two)
-    changed = personal(algorithm, Federation(other.train, federation.test, ("0", "1", "2")))
-    assert not torch.equal(models[0]["fc2.weight"], changed[0]["fc2.weight"])
-
+    other_test = Federation(federation.train, toy_federation(seed=1).test, federation.classes)
+    assert_same(models[0], personal(algorithm, other_test)[0])
     net = TinyNet(batch_norm).train()
     x, y = federation.train[3]
     F.cross_entropy(functional_call(net, dict(net.named_parameters()), (x,)), y).backward()
@@ -166,14 +145,6 @@ def test_the_personal_model_is_one_step_on_training_data_never_test_data(
         torch.testing.assert_close(models[3][name], value.detach() - 0.2 * value.grad, rtol=1e-5, atol=1e-6)
     for name, value in TinyNet(batch_norm).named_buffers():
         assert torch.equal(models[3][name], value)  # the client's own, untouched by the adaptation
-
-
-def test_statistics_stay_with_the_client_and_move_once_a_step(federation: Federation) -> None:
-    algorithm = tiny(batch_norm=True, hessian_free=True)
-    played, clients = play(algorithm, federation, rounds=range(1, 2))
-    assert not any(name in algorithm.task.layers.statistics for name in played[0].server["model"])
-    steps = [2 * len(list(batch_bounds(int(n), 5))) for n in federation.num_examples]
-    assert clients["bn.num_batches_tracked"].tolist() == steps
 
 
 @NORMS

@@ -70,15 +70,11 @@ def test_the_gradient_steps_are_those_of_the_common_budget() -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [
-        ({"eta": 0.1, "penalty": 10.0}, ("eta 0.1", "penalty 10.0")),
-        ({"eta": 0.01, "personal_lr": 0.25, "penalty": 8.0}, ("personal_lr 0.25", "penalty 8.0")),
-    ],
+    [({"eta": 0.1, "penalty": 10.0}, "eta"), ({"eta": 0.01, "personal_lr": 0.25, "penalty": 8.0}, "personal_lr")],
 )
-def test_rates_that_cannot_work_are_refused(options: dict, named: tuple[str, str]) -> None:
-    with pytest.raises(PfedlaError) as refused:
+def test_rates_that_cannot_work_are_refused(options: dict, named: str) -> None:
+    with pytest.raises(PfedlaError, match=f"penalty.* {named}"):
         tiny(**options).check(6)
-    assert all(value in str(refused.value) for value in named)
     tiny().check(6)
 
 
@@ -119,22 +115,8 @@ def test_the_personal_model_is_theta_neither_the_common_nor_the_initial_one(
         engine.load(clients)
         cohort = everyone(federation.num_examples, 2, 0)
         models = engine.personal_models(cohort, algorithm.download(server, cohort))
-    initial = algorithm.task.initial()
     for client, model in enumerate(models):
         for name in ("fc1.weight", "fc2.weight", "fc2.bias"):  # before BatchNorm a bias has no gradient
-            value = model[name]
-            if client in took_part:
-                assert torch.equal(value, take(clients, client)[PERSONAL + name])
-                assert not torch.equal(value, server["model"][name])
-                assert not torch.equal(value, initial[name])
-            else:  # it has no θ yet: the common model, which is not the initial one any more
-                assert torch.equal(value, server["model"][name])
-                assert not torch.equal(value, initial[name])
-
-
-def test_statistics_stay_with_the_client_and_move_with_every_gradient_step(federation: Federation) -> None:
-    algorithm = tiny(batch_norm=True, inner_steps=2)
-    played, clients = play(algorithm, federation, rounds=range(1, 2))
-    assert not any(name in algorithm.task.layers.statistics for name in played[0].server["model"])
-    steps = [2 * len(list(batch_bounds(int(n), 5))) for n in federation.num_examples]
-    assert clients["bn.num_batches_tracked"].tolist() == steps
+            own = take(clients, client)[PERSONAL + name]
+            assert torch.equal(model[name], own if client in took_part else server["model"][name])
+            assert not torch.equal(own, server["model"][name])

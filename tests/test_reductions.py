@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from conftest import applies, assert_same, engine_for, make, play, toy_federation
+from conftest import NORMS, assert_same, engine_for, make, play, toy_federation
 
-from pfedla.algorithms import ALGORITHMS
 from pfedla.core.contracts import Algorithm, Params, ServerState, generator
 from pfedla.core.rounds import everyone
 from pfedla.core.training import batch_bounds
-from pfedla.data.federation import Examples, Federation
-from pfedla.engines.client import Client
-
-NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
+from pfedla.data.federation import Federation
 
 
 def with_frozen_weights(algorithm: Algorithm, federation: Federation, logits: torch.Tensor) -> tuple:
@@ -66,16 +62,6 @@ def test_all_neighbours_are_pfedla_bit_for_bit(federation: Federation) -> None:
     assert_same(end(make("pfedla", neighbours=len(federation)), federation), end(make("pfedla"), federation))
 
 
-def test_uniform_weights_are_the_plain_mean(federation: Federation) -> None:
-    pfedla, server = with_frozen_weights(make("pfedla"), federation, torch.zeros(6, 1, 6))
-    played, _ = play(pfedla, federation, server=server, rounds=range(1, 2))
-    cohort = everyone(federation.num_examples, 2, 0)
-    downloads = pfedla.download(played[0].server, cohort)
-    for name, value in downloads.tensors.items():
-        mean = played[0].server["models"][name].mean(0)
-        torch.testing.assert_close(value, mean.expand_as(value), rtol=1e-6, atol=1e-7)
-
-
 def test_uniform_weights_are_fedavg_where_all_clients_have_equally_many_examples() -> None:
     equal = toy_federation((12,) * 5)
     pfedla, server = with_frozen_weights(make("pfedla"), equal, torch.zeros(5, 1, 5))
@@ -109,26 +95,6 @@ def test_a_last_batch_of_one_joins_the_one_before() -> None:
     assert list(batch_bounds(1, 4)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "pfedhn"])  # it steps client by client
-def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With full batches, all candidates and all examples: no draw by a client's number may matter."""
-
-    def hold_out_the_first(self: Client, seed: int, share: float) -> tuple[Examples, Examples]:
-        x, y = self.train
-        return Examples(x[2:], y[2:]), Examples(x[:2], y[:2])
-
-    if name in ("fedfomo", "pfedla-heldout"):
-        monkeypatch.setattr(Client, "split", hold_out_the_first)
-    options = {"fedala": {"sample_share": 1.0}, "fedfomo": {"candidates": 5}}.get(name, {})
-    federation = toy_federation()
-    order = [3, 0, 5, 1, 4, 2]
-    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
-    algorithm = make(name, batch_norm=not applies(name, batch_norm=False), batch_size=1000, **options)
-    straight, shuffled = end(algorithm, federation), end(algorithm, permuted)
-    expected = {f"{new}/{n}": straight[f"{old}/{n}"] for new, old in enumerate(order) for n in algorithm.task.initial()}
-    assert_same(shuffled, expected, tolerance=1e-4 if name == "fedfomo" else 1e-5)
-
-
 @pytest.mark.parametrize("form", ["network", "compact"])
 def test_the_weights_of_permuted_clients_are_permuted_too(form: str) -> None:
     federation = toy_federation()
@@ -145,11 +111,3 @@ def test_a_warm_up_without_end_is_uniform_pfedla_on_what_is_not_held_out(federat
     heldout = make("pfedla-heldout", warm_up=100, held_out=0.01)  # so little that nobody holds anything out
     pfedla, server = with_frozen_weights(make("pfedla"), federation, torch.zeros(6, 1, 6))
     assert_same(end(heldout, federation), end(pfedla, federation, server))
-
-
-def test_runs_differ_between_methods(federation: Federation) -> None:
-    """A method whose numbers equal another's to the digit has a bug."""
-    ends = [end(make(name, batch_norm=True), federation) for name in ALGORITHMS]
-    for i, one in enumerate(ends):
-        for other in ends[:i]:
-            assert any(not torch.equal(one[name], other[name]) for name in one)

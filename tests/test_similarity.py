@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, budget, engine_for, make, play, toy_federation
+from conftest import budget, make, play, toy_federation
 from torch import nn
 
 from pfedla.algorithms import create
-from pfedla.core.contracts import Cohort, Payload
-from pfedla.core.rounds import everyone
+from pfedla.core.contracts import Cohort
 from pfedla.core.tasks import task_of
 
 TWO_LAYERS = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1))
@@ -62,29 +61,3 @@ def test_the_start_is_uniform_and_the_weights_follow_the_models(name: str) -> No
     assert (alpha.amax(-1) - 1e-6 <= alpha.diagonal(dim1=0, dim2=2).T).all()  # nobody is more alike than oneself
     differs = (alpha[:, 0] - alpha[:, 1]).abs().max() > 1e-4
     assert differs == (name == "layer-similarity")
-
-
-@pytest.mark.parametrize("name", ["layer-similarity", "model-similarity"])
-def test_a_client_trains_from_the_mix_and_uploads_its_parameters(name: str) -> None:
-    """Its step is FedAvg's from another start; the statistics stay."""
-    algorithm, fedavg, federation = (make(name, batch_norm=True), make("fedavg", batch_norm=True), toy_federation())
-    played, clients = play(algorithm, federation, rounds=range(1, 2))
-    cohort = everyone(federation.num_examples, 2, 0)
-    downloads = algorithm.download(played[0].server, cohort)
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
-        data = engine.client(4).local_data(cohort, downloads.rows(4), has_trained=True)
-    private = {name: value[4] for name, value in clients.items() if name in algorithm.init_client()}
-    result = algorithm.local_update(private, downloads.rows(4), data)
-    start = Payload({**downloads.rows(4).tensors, **private}, downloads.sent[4])
-    expected = fedavg.local_update({}, start, data).model
-    assert_same(result.model, expected)
-    assert_same(result.upload.tensors, algorithm.task.layers.parameters(expected))
-    before = played[0].server["models"]["fc1.weight"].clone()
-    after = algorithm.aggregate(
-        played[0].server,
-        cohort.only(torch.tensor([4])),
-        downloads,
-        Payload({n: v[None] for n, v in result.upload.tensors.items()}, result.upload.sent[None]),
-    )
-    assert torch.equal(after["models"]["fc1.weight"][4], expected["fc1.weight"])
-    assert torch.equal(after["models"]["fc1.weight"][:4], before[:4])

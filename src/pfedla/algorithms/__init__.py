@@ -34,8 +34,7 @@ _GLOBAL = (Local, FedAvg, FedAvgFineTuned, FedProx)
 _PARTIAL = (FedBN, FedPer, FedRep, FedBABU, LGFedAvg)
 _PERSONAL = (PerFedAvg, PFedMe, PFedHN, Ditto, APFL, FedALA)
 _MIXED = (FedFomo, FedAMP, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA, PFedLAHeldOut)
-_KINDS = (*_GLOBAL, *_PARTIAL, *_PERSONAL, *_MIXED)
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in _KINDS}
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (*_GLOBAL, *_PARTIAL, *_PERSONAL, *_MIXED)}
 
 
 def find(name: str) -> type[Algorithm]:
@@ -66,16 +65,14 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
         option = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             raise unknown(f"option of {name}", option, model.model_fields) from None
-        given, reason = shown(options[option]), problem["msg"].lower()
-        raise PfedlaError(f"algorithm.{option} = {given}: {reason}") from None
+        raise PfedlaError(f"algorithm.{option} = {shown(options[option])}: {problem['msg'].lower()}") from None
 
 
 def check_joining(method: Algorithm) -> None:
     """Raise NotApplicableError for a method that no client can join after its run."""
-    if method.cannot_join:
+    if why := method.cannot_join:
         able = ", ".join(name for name, kind in ALGORITHMS.items() if not kind.cannot_join)
-        why = f"{method.name}: {method.cannot_join}"
-        raise NotApplicableError(f"no client can join a run of {why}; it can with: {able}")
+        raise NotApplicableError(f"no client can join a run of {method.name}: {why}; it can with: {able}")
 
 
 def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:

@@ -1,19 +1,17 @@
 """APFL: every client mixes a model of its own with the global one; the share of its own may be learned.
 
 Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
-Names: α_i `mixing`, v_i the tensors under "personal/", w_i starts each round as the `download`;
-v̄_i = α_i v_i + (1-α_i) w_i is `interpolate`, w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i) and
-α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩ are `local_update`.
+Names: α_i `mixing`, v_i the tensors under "personal/", w_i starts as the `download`; v̄_i = α_i v_i + (1-α_i) w_i
+is `interpolate`; w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i), α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩.
+Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 """
-
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import PartialFedAvg, add_prefix, resolve_epochs, strip_prefix
+from pfedla.algorithms.partial import PartialFedAvg, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
-from pfedla.core.settings import AUTO, Auto, Chance, Positive, Rate
+from pfedla.core.settings import AUTO, Auto, Chance, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
 
@@ -22,58 +20,41 @@ MIXING = "apfl/mixing"
 
 
 class APFL(PartialFedAvg):
-    name: ClassVar[str] = "apfl"
-    summary: ClassVar[str] = "a mix of one's own model and the global one"
-
+    name = "apfl"
+    summary = "a mix of one's own model and the global one"
     mixing: Chance = 0.5
     """α, the share of the client's own model; if it is learned, its start."""
     adaptive: bool = True
     """Whether each client learns its α."""
     mixing_lr: Rate | Auto = AUTO
     """Learning rate of α. auto: the local learning rate."""
-    joint_epochs: Positive | Auto = AUTO
-    """Epochs in which both models are trained. auto: the local budget, at two gradients a step."""
-
-    def check(self, num_clients: int) -> None:
-        resolve_epochs("joint_epochs", self.joint_epochs, self.training)
-
-    # Server: FedAvg on all parameters.
-    # Departs from the paper: Algorithm 1 takes the plain mean; with n_i weights w is our FedAvg's.
-
-    # Client
 
     def init_client(self) -> ClientState:
         initial = self.task.initial()
         share = next(iter(initial.values())).new_tensor(self.mixing, dtype=torch.float32)
-        statistics = self.task.layers.only_statistics(initial)
-        return {**statistics, **add_prefix(PERSONAL, initial), MIXING: share}
+        return {**super().init_client(), **add_prefix(PERSONAL, initial), MIXING: share}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         layers, lr = self.task.layers, self.training.learning_rate
-        mixing_lr = lr if self.mixing_lr == "auto" else self.mixing_lr
         personal, shared, share = strip_prefix(PERSONAL, client), download.tensors, client[MIXING]
         own, own_statistics = layers.parameters(personal), layers.only_statistics(personal)
         statistics = layers.only_statistics(client)
         losses: list[Tensor] = []
-        epochs = resolve_epochs("joint_epochs", self.joint_epochs, self.training)
-        for x, y in batches(data, self.training, epochs):
-            mixed = interpolate(share, own, shared)
+        for x, y in batches(data, self.training):
             at_shared, _, statistics = self.task.gradient(shared, statistics, x, y)
-            at_mixed, loss, own_statistics = self.task.gradient(mixed, own_statistics, x, y)
+            at_mixed, loss, own_statistics = self.task.gradient(interpolate(share, own, shared), own_statistics, x, y)
             next_share = share
             if self.adaptive and not losses:  # once a round, while w_i is still the global model
                 slopes = [((own[n] - shared[n]) * g).sum(dtype=share.dtype) for n, g in at_mixed.items()]
+                mixing_lr = lr if self.mixing_lr == "auto" else self.mixing_lr
                 next_share = (share - mixing_lr * torch.stack(slopes).sum()).clamp(0, 1)
             shared = descend(shared, at_shared, lr)
             own = descend(own, {name: share.to(value.dtype) * value for name, value in at_mixed.items()}, lr)
             share = next_share
             losses.append(loss)
-        return LocalResult(
-            client={**statistics, **add_prefix(PERSONAL, own | own_statistics), MIXING: share},
-            upload=Payload(shared, download.sent),
-            model={**interpolate(share, own, shared), **own_statistics},
-            loss=torch.stack(losses).mean(),
-        )
+        state = {**statistics, **add_prefix(PERSONAL, own | own_statistics), MIXING: share}
+        model = {**interpolate(share, own, shared), **own_statistics}
+        return LocalResult(state, Payload(shared, download.sent), model=model, loss=torch.stack(losses).mean())
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return v̄_i with the global w of the download: the model of the paper's theory, and the newest."""

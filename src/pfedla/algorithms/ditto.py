@@ -3,9 +3,8 @@
 Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
 Names: w is the `download`, λ `penalty`, v_k the unprefixed tensors of the client state;
 v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) is `sgd` with towards=w, pull=λ.
+Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 """
-
-from typing import ClassVar
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, resolve_epochs, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
@@ -16,9 +15,8 @@ GLOBAL = "global/"  # before the names of the statistics that belong to w; v_k h
 
 
 class Ditto(PartialFedAvg):
-    name: ClassVar[str] = "ditto"
-    summary: ClassVar[str] = "FedAvg, and a model of one's own pulled towards it"
-
+    name = "ditto"
+    summary = "FedAvg, and a model of one's own pulled towards it"
     penalty: Factor = 1.0
     """λ, how strongly the personal model is pulled to the global one. 0: not at all."""
     personal_epochs: Positive | Auto = AUTO
@@ -28,24 +26,18 @@ class Ditto(PartialFedAvg):
         resolve_epochs("personal_epochs", self.personal_epochs, self.training)
         check_pull("penalty", self.penalty, self.training.learning_rate)
 
-    # Server: FedAvg on all parameters.
-    # Departs from the paper: Algorithm 1 takes the plain mean; with n_i weights w is our FedAvg's.
-
-    # Client
-
     def init_client(self) -> ClientState:
-        initial: ClientState = self.task.initial()
-        return initial | add_prefix(GLOBAL, self.task.layers.only_statistics(initial))
+        return self.task.initial() | add_prefix(GLOBAL, super().init_client())
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        personal, statistics = self.personalize(client, download, data), strip_prefix(GLOBAL, client)
-        trained, _ = sgd(self.task, {**download.tensors, **statistics}, data, self.training)
+        w, statistics = download.tensors, strip_prefix(GLOBAL, client)
+        trained, _ = sgd(self.task, {**w, **statistics}, data, self.training)
         epochs = resolve_epochs("personal_epochs", self.personal_epochs, self.training)
+        own = self.personalize(client, download, data)
         # Towards the w that was received, not the one just trained: Algorithm 1 reads w^t in both updates.
-        w, pull = download.tensors, self.penalty
-        personal, loss = sgd(self.task, personal, data, self.training, epochs=epochs, towards=w, pull=pull)
-        state = personal | add_prefix(GLOBAL, {name: trained[name] for name in statistics})
-        return LocalResult(state, Payload(self.share(trained), download.sent), model=personal, loss=loss)
+        own, loss = sgd(self.task, own, data, self.training, epochs=epochs, towards=w, pull=self.penalty)
+        state = own | add_prefix(GLOBAL, {name: trained[name] for name in statistics})
+        return LocalResult(state, Payload(self.share(trained), download.sent), model=own, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return v_k: the common initial model until the client has trained once."""

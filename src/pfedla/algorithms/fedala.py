@@ -1,19 +1,17 @@
 """FedALA: FedAvg, but a client starts from a learned element-wise mix of its own model and the global one.
 
 Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
-Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_i those under "weight/",
-s `sample_share`, p `adaptive_layers`, η `weight_lr`; Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `_start`,
-W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
+Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_i those under "weight/"; the start
+Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `_start`, W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from pfedla.algorithms.partial import PartialFedAvg, add_prefix, strip_prefix
+from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_layers, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
-from pfedla.core.errors import NotApplicableError
 from pfedla.core.layers import finite_or
 from pfedla.core.settings import Natural, Rate
 from pfedla.core.training import batches, sgd
@@ -22,37 +20,27 @@ WEIGHT = "weight/"
 
 
 class FedALA(PartialFedAvg):
-    name: ClassVar[str] = "fedala"
-    summary: ClassVar[str] = "FedAvg from an element-wise mix with one's own last layers"
-    personalizes_on_data: ClassVar[bool] = True
-
+    name = "fedala"
+    summary = "FedAvg from an element-wise mix with one's own last layers"
+    personalizes_on_data = True
     adaptive_layers: Natural = 1
     """p, how many layers are mixed, counted from the output; the layers below are the global ones."""
     sample_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """s, the share of the local data on which the weights are learned."""
     weight_lr: Rate = 1.0
     """η, the learning rate of the weights."""
-    # Departs from the paper: it learns the weights to convergence first, then for one epoch a round. Under
-    # vmap all clients take the same number of steps, so the number of epochs is fixed.
+    # Departs from the paper: it first learns to convergence. Under vmap all clients take the same number of steps.
     weight_epochs: Natural = 1
     """Epochs over the sample in which the weights are learned, in every round."""
 
     def check(self, num_clients: int) -> None:
-        names = self.task.layers.names
-        if self.adaptive_layers > len(names):
-            asked = f"adaptive_layers = {self.adaptive_layers}"
-            raise NotApplicableError(f"{asked}, but the model has {len(names)} layers: {', '.join(names)}")
-
-    # Server: FedAvg on all parameters
-
-    # Client
+        check_layers("adaptive_layers", self.adaptive_layers, self.task.layers)
 
     def init_client(self) -> ClientState:
-        layers, initial = self.task.layers, self.task.initial()
+        layers = self.task.layers
         first = len(layers) - self.adaptive_layers
-        own = {name: v for name, v in layers.parameters(initial).items() if layers.index[name] >= first}
-        ones = {name: torch.ones_like(value) for name, value in own.items()}
-        return {**own, **layers.only_statistics(initial), **add_prefix(WEIGHT, ones)}
+        own = {name: v for name, v in self.share(self.task.initial()).items() if layers.index[name] >= first}
+        return {**own, **super().init_client(), **{WEIGHT + name: torch.ones_like(v) for name, v in own.items()}}
 
     def _start(self, client: ClientState, weights: Params, download: Payload) -> Params:
         # lerp is exact at both ends: a weight of 1 is the global number, bit for bit.
@@ -66,12 +54,11 @@ class FedALA(PartialFedAvg):
         count = max(2, int(self.sample_share * data.order.shape[1]))
         crops = data.crops[:1, :count] if self.training.augment else data.crops
         sample = data._replace(order=data.order[:1, :count], crops=crops)
-        layers, statistics = self.task.layers, self.task.layers.only_statistics(client)
-        weights = kept = strip_prefix(WEIGHT, client)
-        towards = {name: download.tensors[name] - client[name] for name in weights}
+        statistics, weights = self.task.layers.only_statistics(client), strip_prefix(WEIGHT, client)
+        kept, towards = weights, {name: download.tensors[name] - client[name] for name in weights}
         for _ in range(self.weight_epochs if weights else 0):
             for x, y in batches(sample, self.training):
-                start = layers.parameters(self._start(client, weights, download))
+                start = self.share(self._start(client, weights, download))
                 gradients, _, _ = self.task.gradient(start, statistics, x, y, weights)
                 moves = {name: -self.weight_lr * g * towards[name] for name, g in gradients.items()}
                 weights = {name: (value + moves[name]).clamp(0, 1) for name, value in weights.items()}

@@ -5,8 +5,6 @@ Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`; u_i 
 ξ_ij = α_k A'(|w_i - w_j|²) is `weigh`, min f_i(w) + λ/(2α_k) |w - u_i|² is `local_update`.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,8 @@ from pfedla.core.training import sgd
 
 
 class FedAMP(MixedModels):
-    name: ClassVar[str] = "fedamp"
-    summary: ClassVar[str] = "a mean of all models, the nearer ones weighing more"
-
+    name = "fedamp"
+    summary = "a mean of all models, the nearer ones weighing more"
     sigma: Rate = 10.0
     """σ, the squared distance over which attention fades."""
     step_size: Rate = 1.0
@@ -30,8 +27,6 @@ class FedAMP(MixedModels):
 
     def check(self, num_clients: int) -> None:
         check_pull("penalty / step_size", self.penalty / self.step_size, self.training.learning_rate)
-
-    # Server
 
     def weigh(self, models: Params, ids: Tensor) -> Tensor:
         products, squares = (part.sum(1) for part in compare(models, ids, self.task.layers))  # of whole models
@@ -44,20 +39,15 @@ class FedAMP(MixedModels):
         attention[receiver, ids] = (1.0 - attention.sum(1)).clamp(min=0.0)
         return attention.unsqueeze(1).expand(-1, len(self.task.layers), -1)  # the same for every layer
 
-    # Client
-
     def init_client(self) -> ClientState:
-        initial: ClientState = self.task.initial()
-        return initial
+        return self.task.initial()
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         # Departs from the paper: the minimum is approached by the local budget of SGD from u_i, not found.
-        start = {**download.tensors, **self.task.layers.only_statistics(client)}
-        pull = self.penalty / self.step_size
+        start, pull = {**client, **download.tensors}, self.penalty / self.step_size
         trained = sgd(self.task, start, data, self.training, towards=download.tensors, pull=pull)
         return keep_and_send(client, download, *trained)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return w_i, the client's last trained model; u_i before it has trained."""
-        mixed = {name: torch.where(data.has_trained, client[name], value) for name, value in download.tensors.items()}
-        return {**client, **mixed}
+        return {**client, **{n: torch.where(data.has_trained, client[n], v) for n, v in download.tensors.items()}}

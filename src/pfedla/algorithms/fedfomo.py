@@ -5,24 +5,15 @@ Names: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| `_weigh`; θ_i += Σ max(w_n, 0
 affinity P and the ε-greedy choice of the models to send `_choose`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.partial import add_prefix, strip_prefix
-from pfedla.core.contracts import (
-    Algorithm,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Payload,
-    ServerState,
-    generator,
-)
-from pfedla.core.layers import Params, copies, into_corner_, put_, take
+from pfedla.algorithms.partial import KeptModels, add_prefix, num_clients, strip_prefix
+from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent, generator
+from pfedla.core.layers import Params, into_corner_, put_, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
@@ -30,12 +21,10 @@ PREFIX = "candidate/"
 START = "start/"  # before the name of a parameter: of the model that the last training started from
 
 
-class FedFomo(Algorithm):
-    name: ClassVar[str] = "fedfomo"
-    summary: ClassVar[str] = "the own model and a few others', mixed by their held-out loss"
-    personalizes_on_data: ClassVar[bool] = True
-    cannot_join: ClassVar[str] = ""
-
+class FedFomo(KeptModels):
+    name = "fedfomo"
+    summary = "the own model and a few others', mixed by their held-out loss"
+    personalizes_on_data = True
     candidates: Natural = 5
     """M, how many other clients' models each client is sent, at most all."""
     epsilon: Chance = 0.3
@@ -51,69 +40,54 @@ class FedFomo(Algorithm):
     def held_out_share(self, download: Payload) -> float:
         return self.validation_share
 
-    # Server
-
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {
-            "models": copies(self.task.layers.parameters(self.task.initial()), num_clients),  # last trained
-            "affinity": {"affinity": torch.zeros(num_clients, num_clients)},  # [i, n]: how n has helped i
-        }
+        affinity = {"affinity": torch.zeros(num_clients, num_clients)}  # [i, n]: how n has helped i
+        return {**super().init_server(num_clients, seed), "affinity": affinity}
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        fresh = self.init_server(len(server["affinity"]["affinity"]) + 1, seed)
+        fresh = self.init_server(num_clients(server) + 1, seed)
         return {group: into_corner_(fresh[group], part) for group, part in server.items()}
 
     def _choose(self, server: ServerState, cohort: Cohort) -> Tensor:
         """Return [cohort, M] ids of the models to send: drawn with probability ε, else by affinity."""
-        affinity = server["affinity"]["affinity"]
-        num_clients = len(affinity)
-        count = min(self.candidates, num_clients - 1)
+        affinity, everyone = server["affinity"]["affinity"], num_clients(server)
+        count = min(self.candidates, everyone - 1)
         epsilon = max(0.0, self.epsilon - self.epsilon_decay * (cohort.round - 1))
-        rows = []
+        rows: list[list[int]] = []
         for client in cohort.ids.tolist():
             draws = generator(cohort.seed, "candidates", cohort.round, client)
-            shuffled = torch.randperm(num_clients, generator=draws)  # equal affinities are ordered by the seed
+            shuffled = torch.randperm(everyone, generator=draws)  # equal affinities are ordered by the seed
             best_first = shuffled[affinity[client, shuffled].argsort(descending=True, stable=True)].tolist()
             best_first.remove(client)
-            row = []
+            rows.append([])
             for at_random in (torch.rand(count, generator=draws) < epsilon).tolist():
                 position = int(torch.randint(len(best_first), (), generator=draws)) if at_random else 0
-                row.append(best_first.pop(position))
-            rows.append(row)
+                rows[-1].append(best_first.pop(position))
         return torch.tensor(rows, dtype=torch.int64).view(len(rows), count)
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         """Return the candidates as extras, which always travel, and no tensors of the model."""
         candidates = take(server["models"], self._choose(server, cohort))
-        nothing = torch.zeros(len(cohort.ids), len(self.task.layers), dtype=torch.bool)
-        return Payload({}, nothing, add_prefix(PREFIX, candidates))
+        return Payload({}, ~all_sent(len(cohort.ids), self.task.layers), add_prefix(PREFIX, candidates))
 
     def upload_like(self, download: Payload) -> Payload:
         candidates = strip_prefix(PREFIX, download.extras)
-        count = len(next(iter(candidates.values())))
         own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
-        return Payload(own, torch.ones_like(download.sent), {"weights": torch.empty(count, device="meta")})
+        weights = torch.empty(len(next(iter(candidates.values()))), device="meta")
+        return Payload(own, torch.ones_like(download.sent), {"weights": weights})
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
         return take(server["models"], cohort.ids)  # a client starts from its own model, which is what it uploaded last
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        affinity = server["affinity"]["affinity"]
         choices = self._choose(server, cohort)  # a function of the server's state: it need not travel
-        rows = affinity[cohort.ids].scatter_add(1, choices, uploads.extras["weights"])
-        put_(server["models"], cohort.ids, uploads.tensors)
+        rows = server["affinity"]["affinity"][cohort.ids].scatter_add(1, choices, uploads.extras["weights"])
         put_(server["affinity"], cohort.ids, {"affinity": rows})
-        return server
-
-    # Client
+        return super().aggregate(server, cohort, downloads, uploads)
 
     def init_client(self) -> ClientState:
-        initial: ClientState = self.task.initial()
-        return initial | self._remember(initial)
-
-    def _remember(self, start: Params) -> ClientState:
-        """Return what the client keeps of the model that its training starts from."""
-        return add_prefix(START, self.task.layers.parameters(start)) if self.reference == "start" else {}
+        initial = self.task.initial()
+        return initial | (add_prefix(START, self.share(initial)) if self.reference == "start" else {})
 
     def _weigh(self, reference: Params, candidates: Params, count: int, data: LocalData) -> Tensor:
         """Return [count] signed weights: how far a candidate lowers the held-out loss, per distance to it."""
@@ -122,9 +96,8 @@ class FedFomo(Algorithm):
             return torch.zeros(count, device=data.x.device)
         own_loss = evaluate(self.task, reference, x, y)[1]
         falls, squares = [], []
-        for number in range(count):
-            candidate = take(candidates, number)  # judged with the client's own statistics
-            falls.append(own_loss - evaluate(self.task, reference | candidate, x, y)[1])
+        for candidate in (take(candidates, number) for number in range(count)):
+            falls.append(own_loss - evaluate(self.task, reference | candidate, x, y)[1])  # with its own statistics
             gaps = [(value - reference[name]).square() for name, value in candidate.items()]
             squares.append(torch.stack([gap.sum(dtype=own_loss.dtype) for gap in gaps]).sum())
         distance = torch.stack(squares).sqrt()
@@ -145,20 +118,18 @@ class FedFomo(Algorithm):
             reference |= strip_prefix(START, client)
             count += 1
         weights = self._weigh(reference, candidates, count, data)
-        positive = weights.relu()
-        total = positive.sum()
-        share = positive / torch.where(total > 0, total, 1.0)
+        total = weights.relu().sum()
+        share = weights.relu() / torch.where(total > 0, total, 1.0)
         for name, value in candidates.items() if count else ():
-            step = torch.tensordot(share.to(value.dtype), value - reference[name], 1)
-            reference[name] = reference[name] + step
+            reference[name] = reference[name] + torch.tensordot(share.to(value.dtype), value - reference[name], 1)
         return reference, weights[:received]
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         mixed, weights = self._mix(client, download, data)
         model, loss = sgd(self.task, mixed, data, self.training)
-        sent, extras = torch.ones_like(download.sent), {"weights": weights.float()}
-        upload = Payload(self.task.layers.parameters(model), sent, extras=extras)
-        return LocalResult(client=model | self._remember(mixed), upload=upload, model=model, loss=loss)
+        upload = Payload(self.share(model), torch.ones_like(download.sent), {"weights": weights.float()})
+        state = model | (add_prefix(START, self.share(mixed)) if self.reference == "start" else {})
+        return LocalResult(client=state, upload=upload, model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self._mix(client, download, data)[0]

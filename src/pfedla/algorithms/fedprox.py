@@ -4,8 +4,6 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algor
 Names: μ `penalty`; min f_i(w) + μ/2 |w - w_global|² is `sgd` with towards=w_global, pull=μ.
 """
 
-from typing import ClassVar
-
 from pfedla.algorithms.partial import PartialFedAvg, check_pull, keep_and_send
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.settings import Factor
@@ -13,10 +11,9 @@ from pfedla.core.training import sgd
 
 
 class FedProx(PartialFedAvg):
-    name: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg, held near the global model by a penalty"
-    sends_statistics: ClassVar[bool] = True
-
+    name = "fedprox"
+    summary = "FedAvg, held near the global model by a penalty"
+    sends_statistics = True
     penalty: Factor = 0.01
     """μ, how strongly local training is pulled to the global model. 0: FedAvg."""
 

@@ -3,51 +3,33 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 """
 
-from typing import ClassVar
-
-from pfedla.algorithms.partial import PartialFedAvg, find_private, keep_and_send
+from pfedla.algorithms.partial import PrivateByName, keep_and_send, resolve_epochs
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.settings import AUTO, Auto, Natural
 from pfedla.core.training import sgd
 
 
-class FedRep(PartialFedAvg):
-    name: ClassVar[str] = "fedrep"
-    summary: ClassVar[str] = "a shared body, a head of one's own; trained in turn"
-
-    private: str = "head"
-    """The layers of the head: "head" (the last Linear layer) or names, separated by commas; "" for none."""
+class FedRep(PrivateByName):
+    name = "fedrep"
+    summary = "a shared body, a head of one's own; trained in turn"
     head_epochs: Natural | Auto = AUTO
-    """Epochs of the head, with the body frozen. auto: the local budget less the body's epochs."""
-    body_epochs: Natural | Auto = AUTO
-    """Epochs of the body, with the head frozen. auto: half of the local budget, rounded up."""
+    """Epochs of the head; the rest of the local budget trains the body. auto: half, rounded down."""
 
     def check(self, num_clients: int) -> None:
-        head, body = self._epochs()
-        budget = self.training.local_epochs
-        if self.private_layers() and not head:
-            raise NotApplicableError(f"local_epochs = {budget} leaves no epoch to the head")
-        if head and not self.private_layers():
+        head, private = self._count_head_epochs(), self.private_layers()
+        resolve_epochs("head_epochs", head, self.training)
+        if private and not head:
+            raise NotApplicableError(f"local_epochs = {self.training.local_epochs} leaves no epoch to the head")
+        if head and not private:
             raise PfedlaError(f"head_epochs = {head}, but no layer is private; set head_epochs = 0")
-        if head + body != budget or min(head, body) < 0:
-            asked = f"head_epochs {head} and body_epochs {body}"
-            raise PfedlaError(f"{asked} do not make up the local budget of {budget} epochs; give one of them")
 
-    def _epochs(self) -> tuple[int, int]:
-        """Return the epochs of the head and of the body."""
-        budget = self.training.local_epochs
-        body = self.body_epochs
-        if body == "auto":
-            body = (budget + 1) // 2 if self.head_epochs == "auto" else budget - self.head_epochs
-        return (budget - body if self.head_epochs == "auto" else self.head_epochs), body
-
-    def private_layers(self) -> list[int]:
-        return find_private(self.private, self.task.layers)
+    def _count_head_epochs(self) -> int:
+        return self.training.local_epochs // 2 if self.head_epochs == "auto" else self.head_epochs
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        head_epochs, body_epochs = self._epochs()
-        first, rest = range(head_epochs), range(head_epochs, head_epochs + body_epochs)
+        head_epochs = self._count_head_epochs()
+        first, rest = range(head_epochs), range(head_epochs, self.training.local_epochs)
         model = {**download.tensors, **client}
         # With the body frozen its statistics are frozen too: they must not move while the head is fitted.
         model, head_loss = sgd(self.task, model, data, self.training, epochs=first, only=client, keep_statistics=True)

@@ -1,13 +1,14 @@
-"""FedAvg on some of the layers, the base of many methods, and what these methods check."""
+"""FedAvg on some of the layers, the base of many methods, and what these methods share."""
 
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
+from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Layers, Params, repeat, weighted_mean
+from pfedla.core.layers import Layers, Params, append_mean_row, copies, put_, repeat, weighted_mean
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import sgd
 
@@ -15,10 +16,10 @@ from pfedla.core.training import sgd
 class PartialFedAvg(Algorithm):
     """FedAvg on the layers that are not private. A method names the private ones or trains in its own way.
 
-    The private layers and the statistics are the client's state. Everything else travels and is averaged.
+    The private layers and the statistics are the client's state; everything else travels and is averaged.
     """
 
-    cannot_join: ClassVar[str] = ""  # an unseen client gets the shared layers and trains what is private
+    cannot_join = ""  # an unseen client gets the shared layers and trains what is private
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
 
     def private_layers(self) -> list[int]:
@@ -36,7 +37,7 @@ class PartialFedAvg(Algorithm):
         return {"model": self.share(self.task.initial())}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        sent = torch.ones(len(cohort.ids), len(self.task.layers), dtype=torch.bool)
+        sent = all_sent(len(cohort.ids), self.task.layers)
         sent[:, self.private_layers()] = False
         return Payload(repeat(server["model"], len(sent)), sent)
 
@@ -55,6 +56,46 @@ class PartialFedAvg(Algorithm):
         return {**download.tensors, **client}
 
 
+class PrivateByName(PartialFedAvg):
+    """Abstract: FedAvg whose private layers are an option."""
+
+    private: str = "head"
+    """The private layers: "head" (the last Linear layer) or names, separated by commas; "" for none."""
+
+    def check(self, num_clients: int) -> None:
+        self.private_layers()
+
+    def private_layers(self) -> list[int]:
+        layers, private = self.task.layers, self.private
+        if private == "head":
+            found = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)][-1:]
+        else:
+            found = layers.positions(name.strip() for name in private.split(",") if name.strip())
+        if len(set(found)) == len(layers) or (private == "head" and not found):
+            problem = "is the whole model" if found else "is the last Linear layer, and the model has none"
+            raise NotApplicableError(f'private = "{private}" {problem}')
+        return found
+
+
+class KeptModels(PartialFedAvg):
+    """Abstract: the server keeps everyone's last trained parameters, stacked."""
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        return {"models": copies(self.share(self.task.initial()), num_clients)}
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        return {**server, "models": append_mean_row(server["models"])}
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        put_(server["models"], cohort.ids, uploads.tensors)
+        return server
+
+
+def num_clients(server: ServerState) -> int:
+    """Return how many models a server of `KeptModels` has."""
+    return len(next(iter(server["models"].values())))
+
+
 def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
     """Return the result of a client that keeps the tensors of its state and uploads those it received."""
     kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
@@ -70,17 +111,10 @@ def strip_prefix(prefix: str, tensors: Params) -> Params:
     return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
 
 
-def find_private(private: str, layers: Layers) -> list[int]:
-    """Return the layers that an option `private` names: "head" is the last Linear layer, "" is none."""
-    if private != "head":
-        found = layers.positions(name.strip() for name in private.split(",") if name.strip())
-    else:
-        found = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)][-1:]
-        if not found:
-            raise NotApplicableError('private = "head" is the last Linear layer, and the model has none')
-    if len(set(found)) == len(layers):
-        raise NotApplicableError(f'private = "{private}" is the whole model: no layer would be shared')
-    return found
+def draw_linear(name: str, inputs: int, outputs: int, draws: torch.Generator) -> Params:
+    """Draw a Linear layer as torch does."""
+    bound, shapes = 1 / math.sqrt(inputs), {"weight": (outputs, inputs), "bias": (outputs,)}
+    return {f"{name}.{part}": bound * (2 * torch.rand(shape, generator=draws) - 1) for part, shape in shapes.items()}
 
 
 def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range:
@@ -91,7 +125,12 @@ def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range
     return range(budget if epochs == "auto" else epochs)
 
 
-def check_pull(option: str, pull: float, lr: float) -> None:
+def check_pull(option: str, pull: float, lr: float, rate: str = "the learning rate", below: int = 1) -> None:
     """Refuse a pull with which every step would throw the model past the one that it is pulled to."""
-    if lr * pull >= 1:
-        raise PfedlaError(f"{option} = {pull:g} times the learning rate {lr:g} should be below 1; lower it")
+    if lr * pull >= below:
+        raise PfedlaError(f"{option} = {pull:g} times {rate} = {lr:g} should be below {below}; lower it")
+
+
+def check_layers(option: str, count: int, layers: Layers) -> None:
+    if count > len(layers):
+        raise NotApplicableError(f"{option} = {count}, but the model has {len(layers)}: {', '.join(layers.names)}")

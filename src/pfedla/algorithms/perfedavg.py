@@ -1,13 +1,9 @@
 """Per-FedAvg: a common start from which one gradient step on a client's own data makes its model.
 
 Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, Algorithm 1: min_w Σ f_i(w - α ∇f_i(w)). Names: α `inner_lr`, β `beta`, δ `delta`;
-the inner step is `_adapt`, the step of the meta-gradient (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D') is in
-`local_update`, its Hessian-vector product is `_curvature`.
+Approach", NeurIPS 2020, Algorithm 1: min_w Σ f_i(w - α ∇f_i(w)). The inner step is `_adapt`, the Hessian-vector
+product in the meta-gradient (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D') is `_curvature`.
 """
-
-from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,10 +19,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 class PerFedAvg(PartialFedAvg):
-    name: ClassVar[str] = "per-fedavg"
-    summary: ClassVar[str] = "a common start, adapted by one step on one's own data"
-    personalizes_on_data: ClassVar[bool] = True
-
+    name = "per-fedavg"
+    summary = "a common start, adapted by one step on one's own data"
+    personalizes_on_data = True
     inner_lr: Factor = 0.01
     """α, the learning rate of the step that adapts the common model to a client."""
     beta: Rate | Auto = AUTO
@@ -38,18 +33,13 @@ class PerFedAvg(PartialFedAvg):
     weighted: bool = False
     """Whether the server weights clients by their number of examples; the paper takes the plain mean."""
 
-    # Server
-
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)
         return {"model": weighted_mean(uploads.tensors, weights)}
 
-    # Client
-
     def _adapt(self, parameters: Params, statistics: Params, batch: Batch) -> Params:
         """Return w - α ∇f(w; batch); the statistics stay as they are."""
-        gradients, _, _ = self.task.gradient(parameters, statistics, *batch)
-        return descend(parameters, gradients, self.inner_lr)
+        return descend(parameters, self.task.gradient(parameters, statistics, *batch)[0], self.inner_lr)
 
     def _curvature(self, parameters: Params, statistics: Params, direction: Params, batch: Batch) -> Params:
         """Return ∇²f(w; batch) g for g = `direction`, by central differences around w."""
@@ -63,29 +53,24 @@ class PerFedAvg(PartialFedAvg):
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         beta = self.training.learning_rate if self.beta == "auto" else self.beta
-        parameters, statistics = download.tensors, client
-        losses = []
-        for outer, inner, curved in self._triples(data):
-            adapted = self._adapt(parameters, statistics, inner)
-            # The statistics follow this evaluation only: such a model is deployed.
-            gradients, loss, updated = self.task.gradient(adapted, statistics, *outer)
-            if self.hessian_free:
-                curvature = self._curvature(parameters, statistics, gradients, curved)
-                gradients = descend(gradients, curvature, self.inner_lr)
-            parameters = descend(parameters, gradients, beta)  # from w, not from the adapted model
-            statistics = updated
-            losses.append(loss)
+        parameters, statistics, losses = download.tensors, client, []
+        for epoch in range(len(data.order)):
+            drawn = list(batches(data, self.training, range(epoch, epoch + 1)))
+            for position, outer in enumerate(drawn):  # D'
+                # Departs from the paper: D and D'' are the next two batches of the epoch, not drawn anew.
+                inner, curved = (drawn[(position + ahead) % len(drawn)] for ahead in (1, 2))
+                adapted = self._adapt(parameters, statistics, inner)
+                # The statistics follow this evaluation only: such a model is deployed.
+                gradients, loss, updated = self.task.gradient(adapted, statistics, *outer)
+                if self.hessian_free:
+                    curvature = self._curvature(parameters, statistics, gradients, curved)
+                    gradients = descend(gradients, curvature, self.inner_lr)
+                parameters = descend(parameters, gradients, beta)  # from w, not from the adapted model
+                statistics = updated
+                losses.append(loss)
         upload = Payload(parameters, download.sent)
         model = self.personalize(statistics, upload, data)
         return LocalResult(client=statistics, upload=upload, model=model, loss=torch.stack(losses).mean())
-
-    def _triples(self, data: LocalData) -> Iterator[tuple[Batch, Batch, Batch]]:
-        """Yield (D', D, D'') of every local step: D' is its batch of the budget, D and D'' the next two."""
-        # Departs from the paper: they are drawn without replacement, and coincide in an epoch of few batches.
-        for epoch in range(len(data.order)):
-            drawn = list(batches(data, self.training, range(epoch, epoch + 1)))
-            for position, batch in enumerate(drawn):
-                yield batch, drawn[(position + 1) % len(drawn)], drawn[(position + 2) % len(drawn)]
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         adapted = self._adapt(download.tensors, client, next(batches(data, self.training)))

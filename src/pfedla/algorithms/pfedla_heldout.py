@@ -1,20 +1,20 @@
 """pFedLA with weights learned from held-out data: our own rule, not the paper's.
 
-The weights move down each client's loss on training examples that it holds out, in place of along its update
-Δθ_i. The held-out gradient travels as a count sketch. After some rounds the weights are frozen. Why:
-docs/algorithms/pfedla-heldout.md.
+The weights move down each client's loss on training examples that it holds out, in place of along its update Δθ_i.
+The gradient travels as a count sketch. Then the weights are frozen. Why: docs/algorithms/pfedla-heldout.md.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.pfedla import CHUNK, LearnedMix, num_clients, per_client
+from pfedla.algorithms.partial import num_clients
+from pfedla.algorithms.pfedla import CHUNK, LearnedMix, per_client
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
 from pfedla.core.layers import Layers, Params, rows_of, take
-from pfedla.core.settings import Natural, Positive, Rate
+from pfedla.core.settings import Natural, Positive
 
 HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples
 HASH = "sketch hash"  # in a download: send the held-out gradient, sketched with these constants [layers, 4]
@@ -25,12 +25,9 @@ Sketch = Positive | Literal["exact"]
 
 
 class PFedLAHeldOut(LearnedMix):
-    name: ClassVar[str] = "pfedla-heldout"
-    summary: ClassVar[str] = "pFedLA whose weights are learned from held-out data (ours)"
-    damped: ClassVar[bool] = True
-
-    hypernetwork_lr: Rate = 3.0
-    """Learning rate of the hypernetwork. The gradient is normalised, so one serves all data sets."""
+    name = "pfedla-heldout"
+    summary = "pFedLA whose weights are learned from held-out data (ours)"
+    damped = True
     retained_layers: Natural = 0
     """k: the layers with the largest self-weight are not sent, as in HeurpFedLA."""
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2
@@ -42,27 +39,11 @@ class PFedLAHeldOut(LearnedMix):
     sketch: Sketch = 256
     """Numbers per layer in which the held-out gradient travels. exact: the gradient itself."""
 
-    @property
-    def num_retained(self) -> int:
-        return self.retained_layers
-
     def notice(self, rounds: float) -> str:
         if rounds > self.warm_up:
             return ""
-        return (
-            f"{self.name} learns no weights in this run: a client takes part in {rounds:g} rounds, and the "
-            f"first {self.warm_up} are its warm-up; use more rounds or a smaller algorithm.warm_up"
-        )
-
-    # Server
-
-    def _phase(self, server: ServerState) -> Literal["warm-up", "learning", "frozen"]:
-        """Return where the federation is, by how often a client has taken part on average."""
-        rounds = server["progress"]["uploads"].item() / num_clients(server)
-        if rounds < self.warm_up:
-            return "warm-up"
-        over = self.learning_rounds != "all" and rounds >= self.warm_up + self.learning_rounds
-        return "frozen" if over else "learning"
+        early = f"a client takes part in {rounds:g} rounds, and the first {self.warm_up} are its warm-up"
+        return f"{self.name} learns no weights in this run: {early}; use more rounds or a smaller algorithm.warm_up"
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         admitted = super().admit(server, seed)
@@ -70,36 +51,31 @@ class PFedLAHeldOut(LearnedMix):
         return {**admitted, "progress": {"uploads": learning}}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        extras: Params = {}
-        phase, count = self._phase(server), len(cohort.ids)
-        if phase != "frozen":
-            extras[HOLD_OUT] = torch.ones(count, dtype=torch.bool)
-        if phase == "learning":
+        rounds = server["progress"]["uploads"].item() / num_clients(server)  # of a client, on average
+        frozen = self.learning_rounds != "all" and rounds >= self.warm_up + self.learning_rounds
+        extras = {} if frozen else {HOLD_OUT: torch.ones(len(cohort.ids), dtype=torch.bool)}
+        if not frozen and rounds >= self.warm_up:
             constants = draw_hash(cohort.seed, cohort.round, len(self.task.layers))
-            extras[HASH] = constants.expand(count, -1, -1)
+            extras[HASH] = constants.expand(len(cohort.ids), -1, -1)
         return super().download(server, cohort)._replace(extras=extras)
 
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0
 
     def upload_like(self, download: Payload) -> Payload:
-        expected = super().upload_like(download)
+        expected, layers = super().upload_like(download), self.task.layers
         if HASH not in download.extras:
             return expected
-        layers = self.task.layers
-        sizes = {GRADIENT + name: size for name, size in zip(layers.names, layers.num_parameters, strict=True)}
         limit = max(layers.num_parameters) if self.sketch == "exact" else self.sketch
-        return expected._replace(extras={name: torch.empty(min(size, limit)) for name, size in sizes.items()})
+        sizes = zip(layers.names, layers.num_parameters, strict=True)
+        return expected._replace(extras={GRADIENT + name: torch.empty(min(size, limit)) for name, size in sizes})
 
     def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
-        """Return minus the inner products of held-out gradients and models, normalised per client.
-
-        They are inner products of sketches. The models are taken relative to their mean: softmax does not see
-        the difference, and the error of a sketch grows with the length of what is sketched.
-        """
+        """Return minus the inner products of the held-out gradients and the models, sketched, normalised per client."""
         if HASH not in downloads.extras:
             return None
         layers, models, constants = self.task.layers, server["models"], downloads.extras[HASH][0]
+        # Relative to the mean model: softmax does not see it, and a shorter vector has a smaller error as a sketch.
         means = {name: value.mean(0, keepdim=True) for name, value in models.items()}
         products, norms, distances, sizes = [], [], [], []
         for layer, name in enumerate(layers.names):
@@ -116,29 +92,20 @@ class PFedLAHeldOut(LearnedMix):
         columns = (torch.where(downloads.sent, torch.stack(one, 1), 0.0).sum(1) for one in (norms, distances, sizes))
         return normalise(torch.stack(products, 1), *columns)
 
-    # Client
-
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        result = super().local_update(client, download, data)
+        result, layers = super().local_update(client, download, data), self.task.layers
         if HASH not in download.extras:
             return result
-        gradient = self._held_out_gradient(self._start(client, download), download.extras[HASH], data)
-        return result._replace(upload=result.upload._replace(extras=gradient))
-
-    def _held_out_gradient(self, start: Params, constants: Tensor, data: LocalData) -> Params:
-        """Return the sketches by layer; zeros if there are too few held-out examples for BatchNorm."""
-        layers = self.task.layers
-        parameters = layers.parameters(start)
-        if len(data.held_out_y) < 2:
-            gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        else:
-            statistics = layers.only_statistics(start)
+        start = self.personalize(client, download, data)
+        parameters, statistics = layers.parameters(start), layers.only_statistics(start)
+        if len(data.held_out_y) >= 2:
             gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
-        rows = {name: value.unsqueeze(0) for name, value in gradient.items()}
-        return {
-            GRADIENT + name: count_sketch(layer_rows(rows, layers, layer), constants[layer], self.sketch)[0]
-            for layer, name in enumerate(layers.names)
-        }
+        else:  # too few for BatchNorm
+            gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        extras, rows = {}, {name: value.unsqueeze(0) for name, value in gradient.items()}
+        for layer, (name, constants) in enumerate(zip(layers.names, download.extras[HASH], strict=True)):
+            extras[GRADIENT + name] = count_sketch(layer_rows(rows, layers, layer), constants, self.sketch)[0]
+        return result._replace(upload=result.upload._replace(extras=extras))
 
 
 def layer_rows(stacked: Params, layers: Layers, layer: int) -> Tensor:
@@ -156,15 +123,12 @@ def draw_hash(seed: int, round: int, num_layers: int) -> Tensor:
 def count_sketch(rows: Tensor, constants: Tensor, size: Sketch) -> Tensor:
     """Return the count sketch [rows, size]: every number goes into a random bucket with a random sign.
 
-    Inner products of sketches are unbiased, with a standard error of at most |x| |y| sqrt(2 / size). Rows of
-    at most `size` numbers stay as they are. Bucket and sign come from a hash of the position, a random
-    polynomial of degree 3 (any four positions are independent). It runs under torch.func.vmap.
+    Inner products of sketches are unbiased, with a standard error of at most |x| |y| sqrt(2 / size). Rows of at most
+    `size` numbers stay as they are. Bucket and sign are a hash of the position: a random polynomial of degree 3.
     """
-    count = rows.shape[1]
-    if size == "exact" or count <= size:
+    if size == "exact" or rows.shape[1] <= size:
         return rows
-    position = torch.arange(count, device=rows.device)
-    hashed = constants[0]
+    position, hashed = torch.arange(rows.shape[1], device=rows.device), constants[0]
     for constant in constants[1:]:
         hashed = (hashed * position + constant) % PRIME
     sign, bucket = 1.0 - 2.0 * (hashed % 2), hashed // 2 % size
@@ -174,10 +138,10 @@ def count_sketch(rows: Tensor, constants: Tensor, size: Sketch) -> Tensor:
 def normalise(gradient: Tensor, norm: Tensor, distance: Tensor, size: Tensor) -> Tensor:
     """Scale each row of `gradient` [rows, layers, senders], so that one learning rate serves every data set.
 
-    The others are squared lengths [rows] over the layers sent: `norm` of the held-out gradient, `distance`
-    from the client's start to a sender's model (the mean over the senders), `size` of the mean model. Divided
-    by the first two lengths, a row summed over layers is about the cosine between minus the gradient and the
-    way to each sender. Times the number of senders, because the slope of a uniform softmax is one over it.
+    The others are squared lengths [rows] over the layers sent: `norm` of the held-out gradient, `distance` from the
+    client's start to a sender's model (the mean over the senders), `size` of the mean model. The result is about the
+    cosine of minus the gradient and the way to each sender, times the number of senders: the slope of a uniform
+    softmax is one over it.
     """
     # Models that differ by rounding alone, as all do before any has trained, carry no information.
     informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)

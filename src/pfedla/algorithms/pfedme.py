@@ -1,19 +1,16 @@
 """pFedMe: every client has a model of its own that is held near a common one by a quadratic penalty.
 
 T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1:
-min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|². Names: λ `penalty`, K `inner_steps`, η `eta`,
-η_p `personal_lr`, β `server_mix`; the inner problem is the loop over `inner_steps` in `local_update`,
-∇F_i(w) = λ(w - θ) the step after it.
+min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|². In `local_update` the inner problem is the loop over
+`inner_steps`, ∇F_i(w) = λ(w - θ) the step after it.
 """
 
 from itertools import islice
-from typing import ClassVar
 
 import torch
 
-from pfedla.algorithms.partial import PartialFedAvg, add_prefix, strip_prefix
+from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import weighted_mean
 from pfedla.core.settings import Positive, Rate
 from pfedla.core.training import batches
@@ -22,9 +19,8 @@ PERSONAL = "personal/"  # before the name of a parameter: θ_i's
 
 
 class PFedMe(PartialFedAvg):
-    name: ClassVar[str] = "pfedme"
-    summary: ClassVar[str] = "a model of one's own, held near the common one"
-
+    name = "pfedme"
+    summary = "a model of one's own, held near the common one"
     penalty: Rate = 15.0
     """λ, how strongly the personal model is held near the common one."""
     inner_steps: Positive = 5
@@ -39,48 +35,34 @@ class PFedMe(PartialFedAvg):
     """Whether a client makes as many gradient steps as in other methods, or else K times as many."""
 
     def check(self, num_clients: int) -> None:
-        for name, lr, bound in (("eta", self.eta, 1), ("personal_lr", self.personal_lr, 2)):
-            if lr * self.penalty >= bound:  # the step would jump past its target, or diverge
-                raise PfedlaError(f"{name} {lr} times penalty {self.penalty} should be below {bound}")
-
-    # Server
+        check_pull("penalty", self.penalty, self.eta, rate="eta")  # w_i would jump past θ
+        check_pull("penalty", self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: weighted by the number of examples; the paper takes the plain mean.
         old, mean = server["model"], weighted_mean(uploads.tensors, cohort.num_examples)
         return {"model": {name: torch.lerp(old[name], mean[name], self.server_mix) for name in old}}
 
-    # Client
-
     def init_client(self) -> ClientState:
-        initial = self.task.initial()
-        theta = add_prefix(PERSONAL, self.task.layers.parameters(initial))
-        return {**theta, **self.task.layers.only_statistics(initial)}
+        return {**add_prefix(PERSONAL, self.share(self.task.initial())), **super().init_client()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         # Departs from the paper: K steps on every K-th batch of the budget, not on each.
         stride = self.inner_steps if self.equal_budget else 1
-        local, statistics = download.tensors, self.task.layers.only_statistics(client)
+        local, statistics, losses = download.tensors, self.task.layers.only_statistics(client), []
         theta = local  # warm within the round, from the common model at its start
-        losses = []
         for x, y in islice(batches(data, self.training), 0, None, stride):
             for _ in range(self.inner_steps):
                 gradients, loss, statistics = self.task.gradient(theta, statistics, x, y)
-                theta = {
-                    name: value - self.personal_lr * (gradients[name] + self.penalty * (value - local[name]))
-                    for name, value in theta.items()
-                }
+                slopes = {n: gradients[n] + self.penalty * (value - local[n]) for n, value in theta.items()}
+                theta = {name: value - self.personal_lr * slopes[name] for name, value in theta.items()}
                 losses.append(loss)
             local = {name: torch.lerp(value, theta[name], self.eta * self.penalty) for name, value in local.items()}
-        return LocalResult(
-            client={**add_prefix(PERSONAL, theta), **statistics},
-            upload=Payload(local, download.sent),
-            model={**theta, **statistics},
-            loss=torch.stack(losses).mean(),
-        )
+        state, model = {**add_prefix(PERSONAL, theta), **statistics}, {**theta, **statistics}
+        return LocalResult(state, Payload(local, download.sent), model=model, loss=torch.stack(losses).mean())
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return θ_i; a client that never trained has none and uses the common model."""
-        own, common = strip_prefix(PERSONAL, client), download.tensors
-        theta = {name: torch.where(data.has_trained, own[name], value) for name, value in common.items()}
+        own, received = strip_prefix(PERSONAL, client), download.tensors
+        theta = {name: torch.where(data.has_trained, own[name], value) for name, value in received.items()}
         return {**theta, **self.task.layers.only_statistics(client)}

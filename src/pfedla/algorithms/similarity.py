@@ -6,68 +6,41 @@ clients i and j, cut at zero, each row divided by its sum.
 """
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import keep_and_send
-from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState
-from pfedla.core.layers import Layers, Params, append_mean_row, copies, inner_products, mix, put_, rows_of, take
-from pfedla.core.training import sgd
+from pfedla.algorithms.partial import KeptModels, num_clients
+from pfedla.core.contracts import Cohort, Payload, ServerState, all_sent
+from pfedla.core.layers import Layers, Params, inner_products, mix, rows_of, take
 
 
-class MixedModels(Algorithm):
-    """The server keeps everyone's trained parameters; a client gets a mix. A method gives the weights."""
-
-    cannot_join: ClassVar[str] = ""
+class MixedModels(KeptModels):
+    """Abstract: a client gets a mix of everyone's models, by weights that are computed from the models."""
 
     @abstractmethod
     def weigh(self, models: Params, ids: Tensor) -> Tensor:
         """Return the weights of the clients `ids`, [receivers, layers, clients]; a row sums to one."""
 
     def alpha(self, server: ServerState) -> Tensor:
-        count = len(next(iter(server["models"].values())))
-        return self.weigh(server["models"], torch.arange(count)).float()
-
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        return {"models": append_mean_row(server["models"])}
-
-    def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {"models": copies(self.task.layers.parameters(self.task.initial()), num_clients)}
+        return self.weigh(server["models"], torch.arange(num_clients(server))).float()
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        alpha = self.weigh(server["models"], cohort.ids)
-        sent = torch.ones(alpha.shape[:2], dtype=torch.bool)
-        return Payload(mix(alpha, server["models"], self.task.layers), sent)
-
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        put_(server["models"], cohort.ids, uploads.tensors)
-        return server
-
-    def init_client(self) -> ClientState:
-        statistics: ClientState = self.task.layers.only_statistics(self.task.initial())
-        return statistics
-
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        trained = sgd(self.task, {**download.tensors, **client}, data, self.training)
-        return keep_and_send(client, download, *trained)
-
-    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return {**download.tensors, **client}
+        mixed = mix(self.weigh(server["models"], cohort.ids), server["models"], self.task.layers)
+        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
 
 class LayerSimilarity(MixedModels):
-    name: ClassVar[str] = "layer-similarity"
-    summary: ClassVar[str] = "per layer, a mix weighted by the similarity of the layers"
+    name = "layer-similarity"
+    summary = "per layer, a mix weighted by the similarity of the layers"
 
     def weigh(self, models: Params, ids: Tensor) -> Tensor:
         return weigh_by_cosine(*compare(models, ids, self.task.layers), ids)
 
 
 class ModelSimilarity(MixedModels):
-    name: ClassVar[str] = "model-similarity"
-    summary: ClassVar[str] = "a mix weighted by the similarity of the whole models"
+    name = "model-similarity"
+    summary = "a mix weighted by the similarity of the whole models"
 
     def weigh(self, models: Params, ids: Tensor) -> Tensor:
         products, squares = (part.sum(1, keepdim=True) for part in compare(models, ids, self.task.layers))
@@ -75,10 +48,7 @@ class ModelSimilarity(MixedModels):
 
 
 def compare(models: Params, ids: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
-    """Return the inner products of the models of `ids` with all, and all squared norms, in double precision.
-
-    [receivers, layers, clients] and [clients, layers].
-    """
+    """Return inner products [ids, layers, clients] and squared norms [clients, layers], in double precision."""
     flat = {name: rows_of(value).double() for name, value in models.items()}
     squares = torch.zeros(len(next(iter(flat.values()))), len(layers), dtype=torch.float64)
     for name, value in flat.items():
