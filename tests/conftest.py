@@ -14,9 +14,8 @@ from torch.func import functional_call
 from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
-from pfedla.core.faults import Faults
 from pfedla.core.rounds import Round, run_rounds
-from pfedla.core.settings import EngineSettings, Recalibrate, Training
+from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
 from pfedla.core.tasks import ClassificationTask, task_of
 from pfedla.core.training import batch_bounds
 from pfedla.core.uploads import NO_ANSWER, Accepted, accept

@@ -11,7 +11,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 
 import pfedla
-from pfedla.core.faults import Faults
+from pfedla.core.settings import Faults
 from pfedla.flower.client_app import reply
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import to_pem
@@ -108,8 +108,7 @@ def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) ->
         if absent is not None:
             experiment = experiment.model_copy(update={"faults": Faults(dropout=0.5)})
             patch.setattr(
-                Faults,
-                "choose_answering",
-                lambda self, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
+                "pfedla.engines.client.choose_answering",
+                lambda faults, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
             )
         pfedla.run(experiment, out)

@@ -74,8 +74,7 @@ def test_engines_agree_and_the_seed_decides() -> None:
 def test_it_leaves_the_batches_alone() -> None:
     cohort = everyone(photos().num_examples, 1, 0)
     plain, cropped = (
-        engine_for(algorithm(augment), photos()).client(0).local_data(cohort, NOTHING, has_trained=False)
-        for augment in (False, True)
+        engine_for(algorithm(augment), photos()).clients[0].local_data(cohort, NOTHING) for augment in (False, True)
     )
     assert torch.equal(plain.order, cropped.order)
     assert torch.equal(plain.x, cropped.x)  # cropped when it is used, so not in the data

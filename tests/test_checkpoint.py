@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import pfedla.runs.run
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.faults import Faults
-from pfedla.core.settings import CheckpointSettings
+from pfedla.core.settings import CheckpointSettings, Faults
 from pfedla.report.page import write_page
 from pfedla.runs.build import Built, build
 from pfedla.runs.checkpoint import Checkpoints, RunState, differences

@@ -13,8 +13,9 @@ from pfedla.algorithms import ALGORITHMS
 from pfedla.core.contracts import Algorithm, Failure, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params, mix, take
-from pfedla.core.rounds import Round, everyone, payload_bytes, sample_cohort
+from pfedla.core.rounds import Round, everyone, sample_cohort
 from pfedla.core.tasks import load_tensors
+from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines.client import Client
 
@@ -209,9 +210,9 @@ def test_evaluation_is_of_what_the_next_round_would_send(
     """Also when it is done in chunks; what it sends is counted apart."""
     played, clients = reference(name)
     algorithm, following = make(name, batch_norm=None), sample_cohort(federation.num_examples, 4, 1.0, 0)
-    downloads = algorithm.download(played[-1].server, following)
-    with engine_for(algorithm, federation, recalibrate="unsampled") as engine:
+    with engine_for(algorithm, federation, recalibrate="unsampled") as engine:  # one thread for sums, as in the run
         engine.load(clients)
+        downloads = algorithm.download(played[-1].server, following)
         metrics, failures = engine.evaluate(following, downloads)
     assert not failures
     assert torch.equal(played[-1].evaluation.loss, metrics.loss)

@@ -18,6 +18,7 @@ from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import create_engine, resolve_engine, vectorized
+from pfedla.engines.client import Client
 
 
 def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation:
@@ -99,7 +100,7 @@ def test_a_clients_state_does_not_keep_the_cohorts_downloads_alive() -> None:
         with create_engine(algorithm, federation, EngineSettings(name=engine_name)) as engine:
             engine.train(cohort, algorithm.download(algorithm.init_server(len(SIZES), 0), cohort))
             engine.commit(cohort.ids)
-            for value in engine._clients[0].values():
+            for value in engine.clients[0].state.values():
                 assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
@@ -107,13 +108,13 @@ def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pyt
     torch.manual_seed(0)
     module, federation = SmallCNN((1, 8, 8), 3), federation_of_images((1, 8, 8), [16] * 5 + [24] * 2)
     groups: list[int] = []
-    train_group = vectorized.VectorizedEngine._train_group
+    update = vectorized.VectorizedEngine._update
 
-    def spy(self: Any, cohort: Any, rows: list[int], *rest: Any) -> Any:
-        groups.append(len(rows))
-        return train_group(self, cohort, rows, *rest)
+    def spy(self: Any, clients: list[Client], *rest: Any) -> Any:
+        groups.append(len(clients))
+        return update(self, clients, *rest)
 
-    monkeypatch.setattr(vectorized.VectorizedEngine, "_train_group", spy)
+    monkeypatch.setattr(vectorized.VectorizedEngine, "_update", spy)
     together = train(module, federation, name="vectorized")
     assert groups == [5, 2]
     groups.clear()

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import Faults
+from pfedla.core.faults import choose_answering, choose_attackers, falsify, happens, limit_epochs
 from pfedla.core.rounds import everyone
+from pfedla.core.settings import Faults
 from pfedla.data.federation import Examples, Federation
 
 RUN = ("-d", "digits", "--clients", 5, "--samples", 60, "--rounds", 3, "--local-epochs", 2, "--model", "mlp")
@@ -25,21 +26,23 @@ def cohort(round: int = 1, clients: int = 200, seed: int = 0) -> Cohort:
 
 def test_shares_are_what_they_say_and_come_from_the_seed() -> None:
     faults = Faults(dropout=0.3, stragglers=0.5, attack="nan", attackers=0.25, attack_rate=0.1)
-    away = torch.stack([~faults.choose_answering(cohort(round)) for round in range(1, 21)]).float()
+    away = torch.stack([~choose_answering(faults, cohort(round)) for round in range(1, 21)]).float()
     assert away.mean().item() == pytest.approx(0.3, abs=0.03)
     assert (away.mean(0) > 0).all()  # everybody stays away now and then
-    budgets = [[faults.limit_epochs(cohort(round), client, 5) for client in range(200)] for round in range(1, 6)]
+    budgets = [[limit_epochs(faults, cohort(round), client, 5) for client in range(200)] for round in range(1, 6)]
     epochs = torch.tensor(budgets)
     assert (epochs < 5).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert set(epochs.unique().tolist()) == {1, 2, 3, 4, 5}
-    attackers = faults.choose_attackers(200, seed=0)
+    attackers = choose_attackers(faults, 200, seed=0)
     assert len(attackers.unique()) == 50
-    assert not torch.equal(attackers, faults.choose_attackers(200, seed=1))
-    rate = [faults.attacks(cohort(round), client) for round in range(1, 6) for client in range(200)]
+    assert not torch.equal(attackers, choose_attackers(faults, 200, seed=1))
+    rate = [
+        happens(faults.attack_rate, cohort(round), "attack", client) for round in range(1, 6) for client in range(200)
+    ]
     assert sum(rate) / len(rate) == pytest.approx(0.1, abs=0.03)
-    assert not torch.equal(faults.choose_answering(cohort(3)), faults.choose_answering(cohort(3, seed=1)))
+    assert not torch.equal(choose_answering(faults, cohort(3)), choose_answering(faults, cohort(3, seed=1)))
     some = cohort().only(torch.tensor([3, 70, 199]))  # a client's draw does not depend on who else is there
-    assert torch.equal(faults.choose_answering(some), faults.choose_answering(cohort())[[3, 70, 199]])
+    assert torch.equal(choose_answering(faults, some), choose_answering(faults, cohort())[[3, 70, 199]])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_attacks_by_hand(attack: Any, scale: Any, expected: list[float]) -> None
     start, trained = {"a": torch.tensor([0.0, 2.0, 3.0])}, {"a": torch.tensor([1.0, 4.0, 2.0])}
     tensors = {**trained, "steps": torch.tensor(7)}
     upload = Payload(tensors, torch.ones(1, dtype=torch.bool), extras={"weights": torch.ones(2)})
-    sent = Faults(attack=attack, attackers=1.0, attack_scale=scale).falsify(cohort(), 0, upload, start)
+    sent = falsify(Faults(attack=attack, attackers=1.0, attack_scale=scale), cohort(), 0, upload, start)
     assert sent.tensors["a"].tolist() == expected
     assert sent.tensors["steps"].item() == 7  # a counter has no sign
     assert sent.extras["weights"].tolist() == [1.0, 1.0]
@@ -64,7 +67,7 @@ def test_attacks_by_hand(attack: Any, scale: Any, expected: list[float]) -> None
 def test_noise_is_as_large_as_the_update_it_stands_for() -> None:
     start, upload = {"a": torch.zeros(10_000)}, Payload({"a": torch.full((10_000,), 0.3)}, torch.ones(1))
     noise = Faults(attack="noise", attackers=1.0, attack_scale=2.0)
-    sent, again, later = (noise.falsify(cohort(round), 0, upload, start).tensors["a"] for round in (1, 1, 2))
+    sent, again, later = (falsify(noise, cohort(round), 0, upload, start).tensors["a"] for round in (1, 1, 2))
     assert sent.mean().item() == pytest.approx(0.0, abs=0.02)
     assert sent.std().item() == pytest.approx(0.6, rel=0.03)
     assert torch.equal(sent, again)
@@ -95,9 +98,9 @@ def test_a_straggler_does_the_first_of_its_epochs() -> None:
     with engine_for(algorithm, federation, faults=faults) as engine:
         answers = engine.train(who, downloads)
         for client, answer in enumerate(answers):
-            epochs = faults.limit_epochs(who, client, 4)
+            epochs = limit_epochs(faults, who, client, 4)
             assert 1 <= epochs < 4
-            data = engine.client(client).local_data(who, downloads, has_trained=False)
+            data = engine.clients[client].local_data(who, downloads)
             short = data._replace(order=data.order[:epochs], crops=data.crops[:epochs])
             expected = algorithm.local_update({}, downloads.rows(client), short)
             assert_same(answer.upload.tensors, expected.upload.tensors, 1e-6)
@@ -107,7 +110,7 @@ def test_a_straggler_does_the_first_of_its_epochs() -> None:
 def test_only_the_attackers_uploads_change_and_nan_never_arrives(name: str) -> None:
     algorithm, federation = make(name, batch_norm=None), toy_federation()
     clean, _ = play(algorithm, federation, rounds=range(1, 2))
-    attackers = Faults(attack="scale", attackers=0.34).choose_attackers(len(federation), 0).tolist()
+    attackers = choose_attackers(Faults(attack="scale", attackers=0.34), len(federation), 0).tolist()
     for attack in ("sign-flip", "scale", "noise"):
         faults = Faults(attack=attack, attackers=0.34, attack_scale=3.0)
         attacked, _ = play(algorithm, federation, rounds=range(1, 2), faults=faults)
@@ -137,7 +140,7 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> Non
     federation = Federation([examples(40) for _ in range(8)], [examples(9) for _ in range(8)], ("0", "1", "2"))
     faults = Faults(attack="sign-flip", attackers=0.25)
     result = simulate(federation, TinyNet(), name, rounds=10, local_epochs=2, lr=0.1, faults=faults)
-    attackers = faults.choose_attackers(8, 0).tolist()
+    attackers = choose_attackers(faults, 8, 0).tolist()
     honest = [client for client in range(8) if client not in attackers]
     assert result.alpha[honest][:, :, attackers].sum(-1).mean() < 0.23  # uniform weights give 2 of 8
 
@@ -166,7 +169,7 @@ def test_an_experiment_file_with_faults(pfedla: Any, tmp_path: Path) -> None:
     assert code == 0, err
     result = json.loads((tmp_path / "r" / "result.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "r" / "rounds.jsonl").read_text().splitlines()]
-    attackers = Faults(attack="nan", attackers=0.4).choose_attackers(5, 0).tolist()
+    attackers = choose_attackers(Faults(attack="nan", attackers=0.4), 5, 0).tolist()
     assert result["attackers"] == attackers
     assert lines[-1]["failures"] == result["failures"]
     refused = {int(client) for client, reasons in result["failures"].items() if "not finite" in reasons}

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def test_a_round_enters_at_most_twelve_files(tmp_path: Path) -> None:
         threading.setprofile_all_threads(trace) if sys.version_info >= (3, 12) else threading.setprofile(trace)
         sys.setprofile(trace)
         try:
-            run.engine._pool.shutdown()  # the clients' threads are started again, under the trace
-            run.engine._pool = None
+            run.engine._pool.shutdown()
+            run.engine._pool = ThreadPoolExecutor(1)  # its thread starts under the trace
             run.step()
         finally:
             sys.setprofile(None)

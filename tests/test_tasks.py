@@ -140,7 +140,7 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
     with engine_for(algorithm, federation, threads=2) as engine:
         downloads = algorithm.download(algorithm.init_server(1, 0), cohort)
         (answer,) = engine.train(cohort, downloads)
-        order = engine.client(0).local_data(cohort, downloads, has_trained=False).order
+        order = engine.clients[0].local_data(cohort, downloads).order
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     module.train()
     for epoch in range(epochs):

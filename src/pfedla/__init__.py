@@ -10,7 +10,7 @@ __version__ = "0.2.0.dev0"
 
 _HOME = {
     "Experiment": "pfedla.runs.experiment",
-    "Faults": "pfedla.core.faults",
+    "Faults": "pfedla.core.settings",
     "Federation": "pfedla.data.federation",
     "LayerWeightHypernetwork": "pfedla.algorithms.pfedla",
     "Layers": "pfedla.core.layers",
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pfedla.algorithms.pfedla import LayerWeightHypernetwork as LayerWeightHypernetwork
     from pfedla.algorithms.pfedla import layer_gradient as layer_gradient
     from pfedla.core.errors import PfedlaError as PfedlaError
-    from pfedla.core.faults import Faults as Faults
     from pfedla.core.layers import Layers as Layers
     from pfedla.core.layers import mix as mix
+    from pfedla.core.settings import Faults as Faults
     from pfedla.core.tasks import task_of as task_of
     from pfedla.data.federation import Federation as Federation
     from pfedla.data.federation import federation_of as federation_of

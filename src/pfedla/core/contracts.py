@@ -1,24 +1,24 @@
 """READ FIRST: the values that travel, what an algorithm is, what an engine is.
 
-A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values
-(the same names, one leading client axis) and client functions written for *one* client. An engine is where
-the clients live. State goes in and comes out; nothing is hidden in `self`, so evaluation cannot change
-anything, and saving two values (server, clients) is a checkpoint.
+A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values (the
+same names, one leading client axis) and client functions written for *one* client. An engine is where the clients
+live. State goes in and comes out; nothing is hidden in `self`, so evaluation cannot change anything, and saving two
+values (server, clients) is a checkpoint.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Container
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Container
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, SkipValidation
+from pydantic import ConfigDict, SkipValidation
 from torch import Tensor, nn
 
-from pfedla.core.layers import Layers, take
+from pfedla.core.layers import Layers
 from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
-from pfedla.core.settings import Training
+from pfedla.core.settings import Section, Training
 
 ServerState = dict[str, Params]  # named groups of tensors
 ClientState = Params  # one client's private tensors: statistics, retained layers
@@ -53,24 +53,25 @@ class Cohort(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What crosses the wire, in either direction; on the server it is stacked over the cohort.
+    """What crosses the wire, in either direction; on the server it is stacked over the cohort."""
 
-    A tensor travels if its layer is sent. `extras` are not tensors of the model; they always travel.
-    """
-
-    tensors: Params
+    tensors: Params  # of the model; one travels if its layer is sent
     sent: Tensor  # bool per layer
-    extras: Params = {}  # noqa: RUF012 (never written into)
+    extras: Params = {}  # noqa: RUF012 (never written into). Not of the model; they always travel
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Payload":
+        tensors, extras = ({n: change(v) for n, v in part.items()} for part in (self.tensors, self.extras))
+        return Payload(tensors, change(self.sent), extras=extras)
 
     def rows(self, index: Tensor | int) -> "Payload":
-        return Payload(take(self.tensors, index), self.sent[index], extras=take(self.extras, index))
+        return self.map(lambda value: value[index])
+
+    def to(self, device: torch.device) -> "Payload":
+        return self.map(lambda value: value.to(device))
 
 
 class LocalData(NamedTuple):
-    """One client's training data. A batch is a slice of `order[epoch]`, the examples in drawn order.
-
-    There are no padded batches: they would corrupt BatchNorm's statistics. Clients of equal size stack.
-    """
+    """One client's training data. Batches are slices of `order[epoch]`, never padded: that would spoil BatchNorm."""
 
     x: Tensor
     y: Tensor
@@ -126,23 +127,24 @@ class Task(Protocol):
 
     def initial(self) -> Params:
         """Return a copy of the common initialisation: trained parameters and statistics."""
-        ...
 
     def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
         """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
-        ...
 
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
         """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
-        ...
 
     def logits(self, tensors: Params, x: Tensor) -> Tensor: ...
     def recalibrate(self, tensors: Params, x: Tensor) -> Params:
         """Return the same model with its statistics estimated anew from `x`."""
-        ...
+
+    def lay_out(self, value: Tensor) -> Tensor:
+        """Return images or weights as the model is fastest with them in memory."""
+
+    def to(self, device: torch.device) -> "Task": ...
 
 
-class Hooks(BaseModel):
+class Hooks(Section):
     """What only some methods need. The defaults fit all others; read `Algorithm` first."""
 
     personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
@@ -176,10 +178,7 @@ class Hooks(BaseModel):
         return ""
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        """Return a copy of `server` with one extra row for an unseen client in everything kept per client.
-
-        Only that row changes in the unseen client's rounds (runs/joining.py).
-        """
+        """Return a copy of `server` with one extra row for an unseen client; only that row changes in its rounds."""
         return server
 
     def init_unseen(self, server: ServerState, initial: ClientState) -> ClientState:
@@ -190,16 +189,14 @@ class Hooks(BaseModel):
 class Algorithm(Hooks, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
-    An author writes six functions: init_server, download and aggregate for the server, on values stacked over
-    the cohort; init_client, local_update and personalize for one client.
+    An author writes six functions: init_server, download and aggregate for the server, on values stacked over the
+    cohort; init_client, local_update and personalize for one client.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings
     name: ClassVar[str]
     summary: ClassVar[str]
-    task: SkipValidation[Any]  # a Task; pydantic does not look at it
+    task: SkipValidation[Task]  # pydantic does not look at it
     training: Training
 
     @abstractmethod
@@ -234,22 +231,15 @@ class Engine(Protocol):
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
         """Return what came back from each client of the cohort, unchecked; one may fail alone."""
-        ...
 
     def commit(self, accepted: Tensor) -> None:
         """Advance the private state of the accepted clients (ids); the others keep theirs."""
-        ...
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        """Test the personal models on the clients' own test data; change nothing.
-
-        Return the metrics, and the failures by client id.
-        """
-        ...
+        """Test the personal models on the clients' own test data; return also the failures by id. Change nothing."""
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         """Return the personal models; an empty one for a client that fails."""
-        ...
 
     def state(self) -> Params: ...
     def load(self, state: Params) -> None: ...

@@ -35,34 +35,27 @@ class Layers:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        names: list[str] = []
-        sizes: list[int] = []
-        kinds: list[type[nn.Module]] = []
-        index: dict[str, int] = {}
-        seen: set[int] = set()
-        statistics: set[str] = set()
-        frozen: set[str] = set()
-        for module_name, part in module.named_modules():
-            prefix = f"{module_name}." if module_name else ""
-            own = {prefix + name: p for name, p in part.named_parameters(recurse=False) if id(p) not in seen}
-            seen.update(map(id, own.values()))  # a tied weight counts once, where it first stands
-            trained = [name for name, parameter in own.items() if parameter.requires_grad]
-            frozen.update(name for name in own if name not in trained)
-            if trained:
-                names.append(module_name or "(root)")
-                sizes.append(sum(own[name].numel() for name in trained))
-                kinds.append(type(part))
-            buffers = [prefix + name for name, _ in part.named_buffers(recurse=False)]
-            statistics.update(buffers)
+        parameters = dict(module.named_parameters())  # a tied weight once, where it first stands
+        trained = {name: value for name, value in parameters.items() if value.requires_grad}
+        statistics = [name for name, _ in module.named_buffers()]
+        owners = {name.rpartition(".")[0] for name in trained}
+        parts = {name: part for name, part in module.named_modules() if name in owners}  # by layer
+        layer, layer_of = 0, dict[str, int]()
+        for name, _ in module.named_modules():
             # A buffer of a module without trained parameters goes with the layer before it, or the first.
-            index.update(dict.fromkeys([*trained, *buffers], max(0, len(names) - 1)))
+            layer = list(parts).index(name) if name in parts else layer
+            layer_of[name] = layer
+        index = {name: layer_of[name.rpartition(".")[0]] for name in (*trained, *statistics)}
+        sizes = [0] * len(parts)
+        for name, value in trained.items():
+            sizes[index[name]] += value.numel()
         return cls(
-            names=tuple(names),
+            names=tuple(name or "(root)" for name in parts),
             index=index,
             statistics=frozenset(statistics),
-            frozen=frozenset(frozen),
+            frozen=frozenset(parameters.keys() - trained.keys()),
             num_parameters=tuple(sizes),
-            kinds=tuple(kinds),
+            kinds=tuple(map(type, parts.values())),
         )
 
     def __len__(self) -> int:
@@ -70,12 +63,10 @@ class Layers:
 
     def positions(self, names: Iterable[str]) -> list[int]:
         """Return the positions of layers given by name."""
-        found = []
-        for name in names:
-            if name not in self.names:
-                raise unknown("layer", name, self.names)
-            found.append(self.names.index(name))
-        return found
+        names = list(names)
+        for name in set(names) - set(self.names):
+            raise unknown("layer", name, self.names)
+        return [self.names.index(name) for name in names]
 
     def parameters(self, tensors: Params) -> Params:
         return {name: value for name, value in tensors.items() if name not in self.statistics}
@@ -87,8 +78,7 @@ class Layers:
 def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
     """Mix models layer by layer (Eq. 5-6): receiver i gets the senders' tensors weighted by alpha[i, layer].
 
-    alpha: [receivers, layers, senders]; models: stacked over the senders. The result is stacked over
-    the receivers.
+    alpha: [receivers, layers, senders]; models: stacked over the senders; the result: over the receivers.
 
     >>> layers = Layers.of(nn.Linear(1, 1))
     >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
@@ -105,10 +95,7 @@ def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
 
 
 def mix_few(weights: Tensor, senders: Tensor, models: Params, layers: Layers) -> Params:
-    """Mix only a few senders per receiver and layer, and read only theirs.
-
-    weights, senders: [receivers, layers, few].
-    """
+    """Mix only a few senders per receiver and layer; weights, senders: [receivers, layers, few]."""
     mixed = {name: value.new_empty(len(weights), *value.shape[1:]) for name, value in models.items()}
     for row in range(len(weights)):
         for name, value in models.items():
@@ -129,9 +116,6 @@ def inner_products(rows: Params, models: Params, layers: Layers) -> Tensor:
 def choose(sent: Tensor, received: Params, own: Params, layers: Layers) -> Params:
     """Return one client's model: the received tensor where its layer was sent, else the client's own."""
     return {name: torch.where(sent[layers.index[name]], value, own[name]) for name, value in received.items()}
-
-
-# Stacked tensors
 
 
 def rows_of(stacked: Tensor) -> Tensor:
@@ -178,22 +162,18 @@ def into_corner_(larger: Params, smaller: Params) -> Params:
 
 def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     """Average over the client axis by `weights` of any sum; of integers (counters) take the largest."""
-    share = weights / weights.sum()
-    return {
-        name: (share.to(value.dtype) @ rows_of(value)).view(value.shape[1:])
-        if value.is_floating_point()
-        else value.amax(0)
-        for name, value in stacked.items()
-    }
+
+    def average(value: Tensor) -> Tensor:
+        mean = (weights / weights.sum()).to(value.dtype) @ rows_of(value)
+        return mean.view(value.shape[1:])
+
+    return {name: average(v) if v.is_floating_point() else v.amax(0) for name, v in stacked.items()}
 
 
 def finite_rows(stacked: Params, count: int) -> Tensor:
     """Return for each of `count` rows whether all its numbers are finite."""
-    finite = torch.ones(count, dtype=torch.bool)
-    for value in stacked.values():
-        if value.is_floating_point():
-            finite &= rows_of(value).isfinite().all(1)
-    return finite
+    finite = [rows_of(value).isfinite().all(1) for value in stacked.values()]  # integers always are
+    return torch.stack([torch.ones(count, dtype=torch.bool), *finite]).all(0)
 
 
 def finite_or(tree: Params, other: Params) -> Params:
@@ -203,4 +183,9 @@ def finite_or(tree: Params, other: Params) -> Params:
 
 
 def is_finite(tree: Params) -> bool:
-    return all(bool(value.isfinite().all()) for value in tree.values() if value.is_floating_point())
+    return all(bool(value.isfinite().all()) for value in tree.values())
+
+
+def num_clients(server: Mapping[str, Params]) -> int:
+    """Return how many models a server keeps, stacked, under "models"."""
+    return len(next(iter(server["models"].values())))

@@ -11,19 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pfedla.core.contracts import (
-    Algorithm,
-    Answer,
-    ClientMetrics,
-    Cohort,
-    Engine,
-    Failure,
-    Payload,
-    ServerState,
-    generator,
-)
+from pfedla.core.contracts import Algorithm, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState, generator
 from pfedla.core.layers import Layers
-from pfedla.core.uploads import accept
+from pfedla.core.uploads import accept, payload_bytes
 
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 FLOAT_BYTES = 4
@@ -39,11 +29,8 @@ class Traffic:
     evaluation_bytes: int = 0
 
     def plus(self, *, down: int = 0, up: int = 0, evaluation: int = 0) -> "Traffic":
-        return Traffic(
-            down_bytes=self.down_bytes + down,
-            up_bytes=self.up_bytes + up,
-            evaluation_bytes=self.evaluation_bytes + evaluation,
-        )
+        total = {"down_bytes": self.down_bytes + down, "up_bytes": self.up_bytes + up}
+        return Traffic(**total, evaluation_bytes=self.evaluation_bytes + evaluation)
 
 
 class Round(NamedTuple):
@@ -65,9 +52,8 @@ class Round(NamedTuple):
 
 def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: int) -> Cohort:
     """Draw a random share of the clients, at least one, in ascending order."""
-    count = num_participants(len(num_examples), participation)
-    drawn = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))[:count]
-    ids = drawn.sort().values
+    order = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))
+    ids = order[: num_participants(len(num_examples), participation)].sort().values
     return Cohort(round=round, seed=seed, ids=ids, num_examples=num_examples[ids])
 
 
@@ -76,8 +62,7 @@ def num_participants(num_clients: int, participation: float) -> int:
 
 
 def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
-    ids = torch.arange(len(num_examples))
-    return Cohort(round=round, seed=seed, ids=ids, num_examples=num_examples)
+    return Cohort(round=round, seed=seed, ids=torch.arange(len(num_examples)), num_examples=num_examples)
 
 
 @contextmanager
@@ -103,7 +88,6 @@ def run_rounds(
 ) -> Iterator[Round]:
     """Run `rounds` from a server state, one at a time. The last is always evaluated."""
     traffic = traffic or Traffic()
-    layers = algorithm.task.layers
     for number in rounds:
         seconds = dict.fromkeys(("train", "server", "evaluate"), 0.0)
         with timed(seconds, "server"):
@@ -113,19 +97,17 @@ def run_rounds(
             answers = engine.train(cohort, downloads)
         with timed(seconds, "server"):
             accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
-            down = int(payload_bytes(downloads, layers).sum())
-            traffic = traffic.plus(down=down, up=sum(answer_bytes(answer, layers) for answer in answers))
+            down = int(payload_bytes(downloads, algorithm.task.layers).sum())
             if len(accepted.cohort.ids):
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
             engine.commit(accepted.cohort.ids)
         evaluation: ClientMetrics | None = None
-        evaluation_failures: dict[int, Failure] = {}
-        evaluation_bytes = 0
+        evaluation_failures, evaluation_bytes = dict[int, Failure](), 0
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with timed(seconds, "evaluate"):
-                next_cohort = everyone(num_examples, number + 1, seed)
-                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, next_cohort)
-                traffic = traffic.plus(evaluation=evaluation_bytes)
+                following = everyone(num_examples, number + 1, seed)
+                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, following)
+        traffic = traffic.plus(down=down, up=accepted.num_bytes, evaluation=evaluation_bytes)
         yield Round(
             round=number,
             cohort=accepted.cohort,
@@ -155,13 +137,13 @@ def evaluate_all(
     """Test the personal models that the cohort would get now; return metrics, failures and bytes."""
     parts: list[ClientMetrics] = []
     failures: dict[int, Failure] = {}
-    sent_bytes = 0
+    num_bytes = 0
     for chunk, downloads in in_chunks(algorithm, server, cohort):
-        sent_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
+        num_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
         metrics, failed = engine.evaluate(chunk, downloads)
         parts.append(metrics)
         failures |= failed
-    return ClientMetrics(*(torch.cat(values) for values in zip(*parts, strict=True))), failures, sent_bytes
+    return ClientMetrics(*map(torch.cat, zip(*parts, strict=True))), failures, num_bytes
 
 
 def summarise(accuracies: Tensor) -> dict[str, Any]:
@@ -170,39 +152,8 @@ def summarise(accuracies: Tensor) -> dict[str, Any]:
     known = np.array([value for value in per_client if value is not None])
     if not len(known):
         return {"mean": None, "std": None, "p10": None, "worst": None, "per_client": per_client}
-    return {
-        "mean": float(known.mean()),
-        "std": float(known.std()),
-        "p10": float(np.quantile(known, 0.1)),
-        "worst": float(known.min()),
-        "per_client": per_client,
-    }
-
-
-def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
-    """Return the bytes per client of a stacked payload."""
-    total = torch.zeros(len(payload.sent), dtype=torch.int64)
-    for name, value in payload.tensors.items():
-        total += payload.sent[:, layers.index[name]] * (value[0].numel() * value.element_size())
-    for value in payload.extras.values():
-        total += value[0].numel() * value.element_size()
-    return total
-
-
-def answer_bytes(answer: Answer | Failure, layers: Layers) -> int:
-    """Return the bytes of one client's upload, used or not. It is unchecked: it may be anything."""
-    if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
-        return 0
-    tensors, sent, extras = answer.upload
-    total = 0
-    retained: set[object] = set()
-    if isinstance(sent, Tensor) and sent.shape == (len(layers),) and sent.device.type == "cpu":
-        retained = {name for name, layer in layers.index.items() if not sent[layer]}
-    for part, skipped in ((tensors, retained), (extras, set())):
-        for name, value in part.items() if isinstance(part, dict) else ():
-            if isinstance(value, Tensor) and name not in skipped:
-                total += value.numel() * value.element_size()
-    return total
+    numbers = {"mean": known.mean(), "std": known.std(), "p10": np.quantile(known, 0.1), "worst": known.min()}
+    return {**{key: float(value) for key, value in numbers.items()}, "per_client": per_client}
 
 
 def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:

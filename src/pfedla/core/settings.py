@@ -2,16 +2,18 @@
 
 A setting is declared once, in its section, with its type, bounds, default and description (the docstring below the
 field). The experiment file, `simulate`, the command line, a deployment and docs/experiment-file.md are made from it.
+This module does not import torch.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Recalibrate = Literal["unsampled", "never", "always"]
+Attack = Literal["none", "nan", "noise", "sign-flip", "scale"]
 
 Rate = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=0, le=1e38, allow_inf_nan=False)]  # a rate that may be zero
@@ -85,3 +87,25 @@ class CheckpointSettings(Section):
     """Save after every so many rounds. 0: not by rounds."""
     minutes: Annotated[float, Field(ge=0, le=10**6)] = 10.0
     """Save after the first round that ends this many minutes after the last save. 0: not by time."""
+
+
+class Faults(Section):
+    """What goes wrong on purpose, drawn from the seed. By default nothing."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Chance that a client of the cohort does not answer, each round."""
+    stragglers: Chance = 0.0
+    """Chance that a client does only some of its local epochs, each round."""
+    attack: Attack = "none"
+    """What the attackers send in place of their update."""
+    attackers: Chance = 0.0
+    """Share of the clients that attack, the same ones in every round."""
+    attack_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Chance that an attacker attacks, each round."""
+    attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO
+    """sign-flip, scale: factor of the update; noise: size relative to it. auto: 1, for scale 10."""
+
+    @property
+    def active(self) -> dict[str, Any]:
+        """What differs from a run in which nothing goes wrong."""
+        return self.model_dump(exclude_defaults=True)

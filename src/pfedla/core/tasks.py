@@ -1,13 +1,11 @@
 """A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
 
-`ClassificationTask` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster:
-plain autograd on a module whose tensors are put in place, images channels last. `CompiledTask` compiles the
-step.
+`ClassificationTask` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster: plain
+autograd on a module whose tensors are put in place, images channels last. `CompiledTask` compiles the step.
 """
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pfedla.core.contracts import Only, Step
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params
-from pfedla.core.settings import Training
+from pfedla.core.settings import AUTO, Training
 
 
 def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
@@ -39,33 +37,24 @@ class ClassificationTask:
     """An nn.Module that maps a batch to logits, with cross-entropy."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = copy_module(module)
-        self._layers = Layers.of(self._module)
+        self.module = copy_module(module)
+        self.layers = Layers.of(self.module)
         self._copies = threading.local()
 
-    @property
-    def layers(self) -> Layers:
-        return self._layers
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
     def to(self, device: torch.device) -> "ClassificationTask":
-        return self if device.type == "cpu" else ClassificationTask(copy.deepcopy(self._module).to(device))
+        return self if device.type == "cpu" else ClassificationTask(copy.deepcopy(self.module).to(device))
 
     def initial(self) -> Params:
-        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return {name: value.detach().clone() for name, value in tensors if name not in self._layers.frozen}
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: value.detach().clone() for name, value in tensors if name not in self.layers.frozen}
 
     def _own_copy(self, mode: str) -> nn.Module:
         # The tensors inside the module are swapped while it runs: every thread needs a module of its own.
         if not hasattr(self._copies, mode):
-            module = copy_module(self._module).train(mode != "eval")
-            if mode == "recalibrate":
-                for part in module.modules():
-                    if isinstance(part, nn.modules.batchnorm._NormBase):
-                        part.momentum = 1.0  # the statistics become those of the one batch they see
+            module = copy_module(self.module).train(mode != "eval")
+            for part in module.modules():
+                if mode == "recalibrate" and isinstance(part, nn.modules.batchnorm._NormBase):
+                    part.momentum = 1.0  # the statistics become those of the one batch they see
             setattr(self._copies, mode, module)
         return getattr(self._copies, mode)  # type: ignore[no-any-return]
 
@@ -76,21 +65,18 @@ class ClassificationTask:
             with torch.no_grad():
                 logits = functional_call(self._own_copy("train"), self.initial(), (x,))
         except Exception as error:  # whatever the user's module raises
-            reason = str(error).splitlines()[0]
             batch = f"{x.dtype} batch of shape {tuple(x.shape)}"
-            raise PfedlaError(f"the model cannot train on a {batch}: {reason}") from error
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if not isinstance(found, tuple) or len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
-            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {found}")
+            raise PfedlaError(f"the model cannot train on a {batch}: {str(error).splitlines()[0]}") from error
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else ()
+        if len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
+            what = found or type(logits).__name__
+            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {what}")
         if not torch.equal(before, torch.random.get_rng_state()):
             torch.random.set_rng_state(before)
-            raise PfedlaError(
-                "the model draws random numbers while it trains (dropout?). All clients share their stream, "
-                "so no run could be repeated; switch it off"
-            )
+            why = "all clients share their stream, so no run could be repeated; switch it off"
+            raise PfedlaError(f"the model draws random numbers while it trains (dropout?): {why}")
 
     def lay_out(self, value: Tensor) -> Tensor:
-        """Return images or weights as the model is fastest with them in memory."""
         return value
 
     def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
@@ -110,7 +96,7 @@ class ClassificationTask:
         return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
 
     def recalibrate(self, tensors: Params, x: Tensor) -> Params:
-        fresh = {**tensors, **{name: tensors[name].clone() for name in self._layers.statistics}}
+        fresh = {**tensors, **{name: tensors[name].clone() for name in self.layers.statistics}}
         functional_call(self._own_copy("recalibrate"), fresh, (x,))
         return fresh
 
@@ -120,19 +106,13 @@ class DirectTask(ClassificationTask):
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         super().__init__(module)
-        self._channels_last = self._takes_channels_last(example)
-
-    def _takes_channels_last(self, example: Tensor) -> bool:
-        """Try whether the model can be fed so: one that calls `view` on its feature maps cannot."""
-        if example.ndim != 3:
-            return False
-        images = channels_last(torch.stack([example, example]))
+        self._channels_last = example.ndim == 3
         try:
-            with torch.no_grad():
+            images = self.lay_out(example.expand(2, *example.shape))
+            with torch.no_grad():  # a model that calls `view` on its feature maps cannot be fed channels last
                 functional_call(self._own_copy("train"), self.initial(), (images,))
         except Exception:  # whatever the user's module raises
-            return False
-        return True
+            self._channels_last = False
 
     def lay_out(self, value: Tensor) -> Tensor:
         return channels_last(value) if self._channels_last and value.ndim == 4 else value
@@ -167,7 +147,7 @@ class DirectTask(ClassificationTask):
                 for part in module.modules()
                 for holder in (part._parameters, part._buffers)
                 for key, value in holder.items()
-                if value is not None and names[id(value)] not in self._layers.frozen
+                if value is not None and names[id(value)] not in self.layers.frozen
             ]
         return self._copies.slots  # type: ignore[no-any-return]
 
@@ -175,14 +155,14 @@ class DirectTask(ClassificationTask):
 class CompiledTask(DirectTask):
     """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled.
 
-    So there is one thing to compile whatever the clients' sizes; torch keeps compiled code on disk. It is
-    traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a small
-    network's step, and several threads in them at once compiled again.
+    It is traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a small
+    network's step, and several threads in them at once compiled again. torch keeps compiled code on disk.
     """
 
     def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
         super().__init__(module, example)
-        self._training = training
+        assert training.lr != AUTO
+        self._training, lr = training, training.lr
         initial = self._lay_out_all(self.initial())
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
         self._order = [*parameters, *statistics]
@@ -193,7 +173,7 @@ class CompiledTask(DirectTask):
             before = {name: given[name] for name in parameters}
             gradients, (loss, updated) = gradient(own, before, {name: given[name] for name in statistics}, x, y)
             # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and loses the rate.
-            after = (value - training.learning_rate * gradients[name] for name, value in before.items())
+            after = (value - lr * gradients[name] for name, value in before.items())
             return [loss, *after, *updated.values()]
 
         x = self.lay_out(example.expand(training.batch_size, *example.shape).contiguous())
@@ -201,7 +181,7 @@ class CompiledTask(DirectTask):
         self._compiled = _compile(whole_step, [x, y, *parameters.values(), *statistics.values()])
 
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
-        if len(y) != self._training.batch_size or lr != self._training.learning_rate:
+        if len(y) != self._training.batch_size or lr != self._training.lr:
             return super().step(parameters, statistics, x, y, lr)
         given = self._lay_out_all({**parameters, **statistics})
         loss, *updated = self._compiled(self.lay_out(x), y, *(given[name] for name in self._order))
@@ -229,17 +209,14 @@ def _compile(function: Any, tensors: list[Any]) -> Any:
 
 
 class _FusedPooling(TorchFunctionMode):
-    """While tracing, write 2x2 max-pooling as comparisons, which the compiler fuses with their surroundings.
+    """While tracing, write F.max_pool2d(x, 2) as comparisons, which the compiler fuses with their surroundings.
 
     Numbers and gradients are those of max_pool2d: NaN passes, of equal numbers the first gets the gradient.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is not F.max_pool2d or not _is_two_by_two(*args[1:], **given):
-            return func(*args, **given)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.max_pool2d or args[1:] != (2,) or kwargs:
+            return func(*args, **(kwargs or {}))
         x = args[0]
         rows, columns = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
         best, *others = (x[..., down:rows:2, right:columns:2] for down in (0, 1) for right in (0, 1))
@@ -247,12 +224,6 @@ class _FusedPooling(TorchFunctionMode):
             # Not isnan(): with it the compiled step takes half as long again.
             best = torch.where((other <= best).logical_or(best != best), best, other)
         return best
-
-
-def _is_two_by_two(kernel_size: Any, stride: Any = None, **rest: Any) -> bool:
-    twos = (2, (2, 2), [2, 2])
-    plain = {"padding": (0, (0, 0)), "dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)}
-    return kernel_size in twos and stride in (None, *twos) and all(rest[key] in plain[key] for key in rest)
 
 
 def descend(parameters: Params, gradients: Params, lr: float) -> Params:
@@ -265,10 +236,7 @@ def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return the same images with the channels of a pixel side by side: faster on CPUs.
-
-    Also for a single channel, where torch sees no difference and would stay with channels first.
-    """
+    """Return the images with the channels of a pixel side by side, which is faster on CPUs; also for one channel."""
     _, channels, height, width = images.shape
     strides = (height * width * channels, 1, width * channels, channels)
     if images.stride() == strides:

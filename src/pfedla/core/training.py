@@ -1,14 +1,14 @@
 """Local SGD and evaluation of one client; both run under torch.func.vmap."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pfedla.core.contracts import LocalData, Task
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Only, Payload, Task
 from pfedla.core.layers import Params
-from pfedla.core.settings import Training
+from pfedla.core.settings import AUTO, Training
 from pfedla.core.tasks import descend
 
 EVALUATION_BATCH = 1024
@@ -28,9 +28,7 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
 
 def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches in the drawn order, of all or some epochs; a straggler has fewer epochs."""
-    for epoch in range(len(data.order)) if epochs is None else epochs:
-        if epoch >= len(data.order):
-            return
+    for epoch in [one for one in range(len(data.order)) if epochs is None or one in epochs]:
         order = data.order[epoch]
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
         if training.augment:
@@ -46,7 +44,7 @@ def sgd(
     training: Training,
     *,
     epochs: range | None = None,
-    only: Container[str] | None = None,
+    only: Only = None,
     keep_statistics: bool = False,
     towards: Params | None = None,
     pull: float = 0.0,
@@ -56,20 +54,19 @@ def sgd(
     `only` names the parameters that move; `keep_statistics` leaves BatchNorm's statistics as they are;
     `pull` adds pull/2 |parameters - towards|² to the objective, not to the loss that is returned.
     """
+    assert training.lr != AUTO
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
-    plain = only is None and towards is None and not keep_statistics
     losses = []
     for x, y in batches(data, training, epochs):
-        if plain:
-            moving, loss, statistics = task.step(moving, statistics, x, y, training.learning_rate)
-            losses.append(loss)
-            continue
-        gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
-        statistics = statistics if keep_statistics else updated
-        if towards is not None:
-            gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
-        moving = descend(moving, gradients, training.learning_rate)
+        if only is None and towards is None and not keep_statistics:
+            moving, loss, statistics = task.step(moving, statistics, x, y, training.lr)
+        else:
+            gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
+            statistics = statistics if keep_statistics else updated
+            if towards is not None:
+                gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
+            moving = descend(moving, gradients, training.lr)
         losses.append(loss)
     mean = torch.stack(losses).mean() if losses else next(iter(parameters.values())).new_zeros(())
     return {name: value.contiguous() for name, value in {**parameters, **moving, **statistics}.items()}, mean
@@ -78,9 +75,8 @@ def sgd(
 def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many of one client's examples a model gets right, and its mean cross-entropy."""
     correct, loss = torch.zeros((), dtype=torch.int64, device=x.device), torch.zeros((), device=x.device)
-    for start in range(0, len(y), EVALUATION_BATCH):
-        target = y[start : start + EVALUATION_BATCH]
-        logits = task.logits(tensors, x[start : start + EVALUATION_BATCH])
+    for inputs, target in zip(torch.split(x, EVALUATION_BATCH), torch.split(y, EVALUATION_BATCH), strict=True):
+        logits = task.logits(tensors, inputs)
         right = (logits.argmax(-1) == target) & logits.isfinite().all(-1)  # a broken model is never right
         correct = correct + right.sum()
         loss = loss + F.cross_entropy(logits, target, reduction="sum")
@@ -97,16 +93,12 @@ def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
 
 def draw_crops(num_epochs: int, num_examples: int, generator: torch.Generator) -> Tensor:
     """Draw [epochs, examples, 3]: how far each image is moved down and right, and whether it is mirrored."""
-    shape = (num_epochs, num_examples)
-    moves = torch.randint(2 * PADDING + 1, (*shape, 2), generator=generator)
-    return torch.cat([moves, torch.randint(2, (*shape, 1), generator=generator)], dim=-1)
+    moves = torch.randint(2 * PADDING + 1, (num_epochs, num_examples, 2), generator=generator)
+    return torch.cat([moves, torch.randint(2, (num_epochs, num_examples, 1), generator=generator)], dim=-1)
 
 
 def crop(images: Tensor, crops: Tensor) -> Tensor:
-    """Move and mirror the images [n, channels, h, w] as `crops` [n, 3] says; runs under torch.func.vmap.
-
-    The images are normalised, so the border that comes in is the mean colour.
-    """
+    """Move and mirror the images [n, channels, h, w] as `crops` [n, 3] says; the border that comes in is zero."""
     count, channels, height, width = images.shape
     down, right, mirrored = (part.unsqueeze(-1) for part in crops.unbind(-1))  # [n, 1] each
     columns = torch.arange(width, device=images.device)
@@ -114,5 +106,10 @@ def crop(images: Tensor, crops: Tensor) -> Tensor:
     rows = torch.arange(height, device=images.device) + down  # [n, h]
     example = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
-    padded = F.pad(images, (PADDING,) * 4)
-    return padded[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    return F.pad(images, (PADDING,) * 4)[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
+    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
+    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
+    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)

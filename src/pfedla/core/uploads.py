@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Payload, ServerState
-from pfedla.core.layers import Params, is_finite, stack, take
+from pfedla.core.layers import Layers, Params, is_finite, stack, take
 
-NO_ANSWER = Failure("no answer")
+NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
 
 
 class Accepted(NamedTuple):
@@ -21,6 +21,7 @@ class Accepted(NamedTuple):
     uploads: Payload
     training_loss: Tensor
     after_training: ClientMetrics
+    num_bytes: int  # of all uploads that are well-formed, used or not
 
 
 def accept(
@@ -28,96 +29,91 @@ def accept(
     server: ServerState,
     cohort: Cohort,
     downloads: Payload,
-    answers: Sequence[Answer | Failure],
+    answers: Sequence[object],
     norm_bound: float | None = None,
 ) -> tuple[Accepted, dict[int, Failure]]:
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
     sound: dict[int, Answer] = {}  # by row
     failures: dict[int, Failure] = {}
+    num_bytes = 0
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
         fault = answer if isinstance(answer, Failure) else find_fault(answer, expected)
+        if fault in (None, NOT_FINITE):
+            num_bytes += int(payload_bytes(expected, algorithm.task.layers))
         if fault is not None:
             failures[row] = fault
         elif isinstance(answer, Answer):
             # In the server's order of names: sums over tensors must not depend on the order a client sends.
-            sound[row] = answer._replace(upload=_in_order(answer.upload, expected))
+            tensors = {name: answer.upload.tensors[name].detach() for name in expected.tensors}
+            extras = {name: answer.upload.extras[name].detach() for name in expected.extras}
+            sound[row] = answer._replace(upload=Payload(tensors, answer.upload.sent, extras=extras))
     if norm_bound is not None:
         starts = algorithm.starts(server, cohort, downloads)
         norms = {row: update_norm(answer.upload, take(starts, row)) for row, answer in sound.items()}
         for row, times in find_too_long(norms, norm_bound).items():
             del sound[row]
             failures[row] = Failure("norm too large", f"{times:.3g} times the median of the round")
-    rows = torch.tensor(sorted(sound), dtype=torch.int64)
+    rows, used = torch.tensor(list(sound), dtype=torch.int64), list(sound.values())
     downloads = downloads.rows(rows) if failures else downloads  # a copy only if needed: they may be large
-    accepted = _stack_answers(cohort.only(rows), downloads, [sound[row] for row in rows.tolist()])
-    ids = cohort.ids.tolist()
-    return accepted, {ids[row]: failures[row] for row in sorted(failures)}
-
-
-def _stack_answers(cohort: Cohort, downloads: Payload, answers: Sequence[Answer]) -> Accepted:
     uploads = Payload(
-        stack([answer.upload.tensors for answer in answers]),
-        torch.stack([answer.upload.sent for answer in answers]) if answers else downloads.sent,
-        extras=stack([answer.upload.extras for answer in answers]),
+        stack([answer.upload.tensors for answer in used]),
+        torch.stack([answer.upload.sent for answer in used]) if used else downloads.sent,
+        extras=stack([answer.upload.extras for answer in used]),
     )
-    metrics = ([answer.accuracy for answer in answers], [answer.loss for answer in answers])
-    return Accepted(
-        cohort=cohort,
+    metrics = torch.tensor([(answer.accuracy, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
+    accepted = Accepted(
+        cohort=cohort.only(rows),
         downloads=downloads,
         uploads=uploads,
-        training_loss=torch.stack([answer.training_loss for answer in answers]) if answers else torch.empty(0),
-        after_training=ClientMetrics(*(torch.tensor(column, dtype=torch.float64) for column in metrics)),
+        training_loss=torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0),
+        after_training=ClientMetrics(*metrics.T),
+        num_bytes=num_bytes,
     )
+    return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
 
 
-def find_fault(answer: Answer, expected: Payload) -> Failure | None:
-    """Return what is wrong with an upload, or None. It is untrusted: it may be anything at all."""
-    if not isinstance(answer, Answer):
-        return Failure("not an upload", f"it is a {type(answer).__name__}")
-    upload = answer.upload
-    if not isinstance(upload, Payload) or not isinstance(upload.sent, Tensor):
-        return Failure("not an upload", f"it is a {type(upload).__name__}")
-    for found, wanted in ((upload.tensors, expected.tensors), (upload.extras, expected.extras)):
+def find_fault(answer: object, expected: Payload) -> Failure | None:
+    """Return what is wrong with an answer, or None. It is untrusted: it may be anything at all."""
+    if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
+        return Failure("not an upload", f"it is a {type(getattr(answer, 'upload', answer)).__name__}")
+    tensors, sent, extras = answer.upload
+    mask = "the mask of sent layers"
+    parts = ((tensors, expected.tensors), (extras, expected.extras), ({mask: sent}, {mask: expected.sent}))
+    for found, wanted in parts:
         if not isinstance(found, Mapping):
             return Failure("not an upload", f"its tensors are a {type(found).__name__}")
         if found.keys() != wanted.keys():
-            missing, unknown = wanted.keys() - found.keys(), found.keys() - wanted.keys()
-            names = [*(f"no {name}" for name in sorted(missing))]
-            names += sorted(f"unknown {name!r:.60}" for name in unknown)
+            names = [f"no {name}" for name in sorted(wanted.keys() - found.keys())]
+            names += sorted(f"unknown {name!r:.60}" for name in found.keys() - wanted.keys())
             return Failure("wrong names", ", ".join(names[:3]))
-        for name, value in wanted.items():
-            if (fault := _find_fault_of_tensor(name, found[name], value)) is not None:
-                return fault
-    training = answer.training_loss
+        for name, due in wanted.items():
+            came = found[name]
+            if not isinstance(came, Tensor) or came.layout != torch.strided or came.device.type != "cpu":
+                return Failure("not an upload", f"{name} is no plain tensor")
+            for what in ("shape", "dtype"):
+                if getattr(came, what) != getattr(due, what):
+                    return Failure(f"wrong {what}", f"{name}: {getattr(came, what)}, not {getattr(due, what)}")
+    if not torch.equal(sent, expected.sent):
+        return Failure("wrong layers", f"sent {sent.int().tolist()}, expected {expected.sent.int().tolist()}")
+    training, accuracy, loss = answer.training_loss, answer.accuracy, answer.loss
     if not isinstance(training, Tensor) or training.shape != () or not training.is_floating_point():
         return Failure("not an upload", "its training loss is no number")
-    numbers = isinstance(answer.accuracy, float) and isinstance(answer.loss, float)
-    if not numbers or not 0 <= answer.accuracy <= 1:
-        return Failure("not an upload", f"its accuracy is {answer.accuracy!r:.40}, its loss {answer.loss!r:.40}")
-    if (fault := _find_fault_of_tensor("the mask of sent layers", upload.sent, expected.sent)) is not None:
-        return fault
-    if not torch.equal(upload.sent, expected.sent):
-        sent, due = (mask.int().tolist() for mask in (upload.sent, expected.sent))
-        return Failure("wrong layers", f"sent {sent}, expected {due}")
-    if not answer.finite or not is_finite(upload.tensors) or not is_finite(upload.extras):
-        return Failure("not finite")
-    return None
+    if not isinstance(accuracy, float) or not isinstance(loss, float) or not 0 <= accuracy <= 1:
+        return Failure("not an upload", f"its accuracy is {accuracy!r:.40}, its loss {loss!r:.40}")
+    return None if answer.finite and is_finite(tensors) and is_finite(extras) else NOT_FINITE
 
 
-def _find_fault_of_tensor(name: str, found: object, wanted: Tensor) -> Failure | None:
-    if not isinstance(found, Tensor) or found.layout != torch.strided or found.device.type != "cpu":
-        return Failure("not an upload", f"{name} is no plain tensor")
-    if found.shape != wanted.shape:
-        return Failure("wrong shape", f"{name} is {tuple(found.shape)}, not {tuple(wanted.shape)}")
-    if found.dtype != wanted.dtype:
-        return Failure("wrong dtype", f"{name} is {found.dtype}, not {wanted.dtype}")
-    return None
+def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
+    """Return the bytes that travel: of one client's payload, or of each client's if it is stacked."""
 
+    def size(value: Tensor) -> int:
+        return math.prod(value.shape[payload.sent.ndim - 1 :]) * value.element_size()
 
-def _in_order(upload: Payload, expected: Payload) -> Payload:
-    tensors = {name: upload.tensors[name].detach() for name in expected.tensors}
-    return Payload(tensors, upload.sent, extras={name: upload.extras[name].detach() for name in expected.extras})
+    total = torch.zeros(payload.sent.shape[:-1], dtype=torch.int64)
+    for name, value in payload.tensors.items():
+        total += payload.sent[..., layers.index[name]] * size(value)
+    return total + sum(map(size, payload.extras.values()))
 
 
 def update_norm(upload: Payload, start: Params) -> float:
@@ -125,9 +121,7 @@ def update_norm(upload: Payload, start: Params) -> float:
     squares = 0.0
     for name, value in upload.tensors.items():
         if value.is_floating_point():
-            moved = value.double()  # double: a difference of large numbers may not overflow
-            if name in start:
-                moved = moved - start[name]
+            moved = value.double() - start.get(name, 0)  # double: a difference of large numbers may not overflow
             squares += float(moved.square().sum())
     return math.sqrt(squares)
 

@@ -2,16 +2,15 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from pfedla.core.contracts import Algorithm
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import Faults
-from pfedla.core.settings import AUTO, EngineSettings, Recalibrate
+from pfedla.core.settings import AUTO, EngineSettings
 from pfedla.data.federation import Federation
-from pfedla.engines.client import NO_FAULTS, SimulatedClients
+from pfedla.engines.client import SimulatedClients
 from pfedla.engines.threaded import ThreadedEngine
 from pfedla.engines.vectorized import VectorizedEngine
 
@@ -39,14 +38,8 @@ def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSetting
 
 
 def create_engine(
-    algorithm: Algorithm,
-    federation: Federation,
-    settings: EngineSettings,
-    *,
-    recalibrate: Recalibrate = "unsampled",
-    faults: Faults = NO_FAULTS,
-    stopping: Callable[[], bool] = lambda: False,
+    algorithm: Algorithm, federation: Federation, settings: EngineSettings, **how: Any
 ) -> SimulatedClients:
+    """Return the engine of the settings; `how`: recalibrate, faults, stopping."""
     settings = resolve_engine(settings, algorithm.task.module)
-    kind = ENGINES[settings.name]
-    return kind(algorithm, federation, settings, recalibrate=recalibrate, faults=faults, stopping=stopping)
+    return ENGINES[settings.name](algorithm, federation, settings, **how)

@@ -1,13 +1,12 @@
-"""What one client does with its data, and what the simulating engines share: everybody's private state."""
+"""What one client does with its data, and what the simulating engines share."""
 
 import ctypes
 import os
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,25 +22,23 @@ from pfedla.core.contracts import (
     LocalResult,
     Params,
     Payload,
+    Task,
     generator,
 )
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.faults import Faults
+from pfedla.core.faults import choose_answering, choose_attackers, falsify, happens, limit_epochs
 from pfedla.core.layers import is_finite, stack
-from pfedla.core.settings import EngineSettings, Recalibrate
-from pfedla.core.tasks import ClassificationTask
+from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.training import draw_crops, evaluate, normalise
 from pfedla.core.uploads import NO_ANSWER
-from pfedla.data.federation import Examples, Federation
+from pfedla.data.federation import Examples, Federation, Outline
 
-Test = tuple[Tensor, Tensor]  # number of examples right, mean loss
-Outcome = tuple[ClientState, Answer] | Exception
+Test = tuple[float, float]  # accuracy, mean loss
+Outcome = tuple[ClientState, Answer]
 CPU = torch.device("cpu")
 RECALIBRATION_EXAMPLES = 2048
-NO_DATA = LocalData(x=torch.empty(0), y=torch.empty(0), order=torch.empty(0))
 TRAINED = "__trained__"
 NO_FAULTS = Faults()
-
 R = TypeVar("R")
 
 
@@ -52,81 +49,64 @@ class Client:
     number: int  # every draw comes from it
     train: Examples
     test: Examples
-    mean: tuple[float, ...]  # of uint8 images, per channel; empty: examples are used as they are
-    std: tuple[float, ...]
+    outline: Outline  # says how examples are normalised
     algorithm: Algorithm  # its task in the form that is run, on the device
-    device: torch.device = CPU
+    state: ClientState  # private; never written into
+    has_trained: bool = False
     recalibrate: Recalibrate = "unsampled"
+    device: torch.device = CPU
 
-    def update(
-        self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool, epochs: int | None = None
-    ) -> tuple[ClientState, Answer]:
+    def update(self, download: Payload, cohort: Cohort, epochs: int | None = None) -> Outcome:
         """Train for a round, or its first epochs; return the private state after it and what is sent."""
-        data = self.local_data(cohort, download, has_trained=has_trained, epochs=epochs)
-        result = self.algorithm.local_update(state, download, data)
-        return result.client, self.answer(state, result, self.evaluate(result.model))
+        result = self.algorithm.local_update(self.state, download, self.local_data(cohort, download, epochs))
+        return result.client, self.answer(result, self.evaluate(result.model))
 
-    def answer(self, before: ClientState, result: LocalResult, test: Test) -> Answer:
-        states = (before, result.client)
-        kinds = [{name: (value.shape, value.dtype) for name, value in state.items()} for state in states]
-        if kinds[0] != kinds[1]:
+    def answer(self, result: LocalResult, test: Test) -> Answer:
+        kinds = ({n: (v.shape, v.dtype) for n, v in state.items()} for state in (self.state, result.client))
+        if next(kinds) != next(kinds):
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
-        accuracy, loss = self.metrics(test)
-        return Answer(
-            upload=move(result.upload, CPU),
-            training_loss=result.loss.cpu(),
-            accuracy=accuracy,
-            loss=loss,
-            finite=is_finite(result.model) and is_finite(result.client),
-        )
-
-    def metrics(self, test: Test) -> tuple[float, float]:
-        """Return accuracy and loss."""
-        correct, loss = test
-        return correct.item() / len(self.test.y), loss.item()
+        finite = is_finite(result.model) and is_finite(result.client)
+        return Answer(result.upload.to(CPU), result.loss.cpu(), accuracy=test[0], loss=test[1], finite=finite)
 
     def evaluate(self, model: Params) -> Test:
         with torch.no_grad():
-            return evaluate(self.algorithm.task, model, *self.test_data())
+            correct, loss = evaluate(self.algorithm.task, model, *self.test_data())
+        return correct.item() / len(self.test.y), loss.item()
 
-    def personalize(self, state: ClientState, download: Payload, cohort: Cohort, *, has_trained: bool) -> Params:
+    def personalize(self, download: Payload, cohort: Cohort) -> Params:
         """Return the personal model; estimate the statistics of a client that never trained."""
-        algorithm = self.algorithm
-        data = NO_DATA._replace(has_trained=torch.tensor(has_trained, device=self.device))
-        if algorithm.personalizes_on_data:
-            data = self.local_data(cohort, download, has_trained=has_trained)
-        model = algorithm.personalize(state, download, data)
-        estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not has_trained)
-        if not algorithm.task.layers.statistics or not estimates:
+        has_trained = torch.tensor(self.has_trained, device=self.device)
+        data = LocalData(x=torch.empty(0), y=torch.empty(0), order=torch.empty(0), has_trained=has_trained)
+        if self.algorithm.personalizes_on_data:
+            data = self.local_data(cohort, download)
+        model = self.algorithm.personalize(self.state, download, data)
+        estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not self.has_trained)
+        if not self.algorithm.task.layers.statistics or not estimates:
             return model
         x = self.train.x
         if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
             x = x[torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()]
         with torch.no_grad():
-            recalibrated: Params = algorithm.task.recalibrate(model, self._inputs(x))
-        return recalibrated
+            return self.algorithm.task.recalibrate(model, self._inputs(x))
 
     def split(self, seed: int, share: float) -> tuple[Examples, Examples]:
         """Return what a client trains on, and the share that it holds out, fixed by the seed."""
         x, y = self.train
         held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
         if not held_out:
-            return Examples(x, y), Examples(x[:0], y[:0])
+            return self.train, Examples(x[:0], y[:0])
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
         return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
 
-    def local_data(
-        self, cohort: Cohort, download: Payload, *, has_trained: bool, epochs: int | None = None
-    ) -> LocalData:
+    def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
         examples, held_out = self.split(cohort.seed, self.algorithm.held_out_share(download))
-        draws = generator(cohort.seed, "batches", cohort.round, self.number)
         training, count = self.algorithm.training, len(examples.y)
-        order = torch.stack([torch.randperm(count, generator=draws) for _ in range(training.local_epochs)])
-        # A stream of its own: with and without crops, the batches are the same.
-        draws = generator(cohort.seed, "crops", cohort.round, self.number)
-        crops = draw_crops(training.local_epochs, count if training.augment else 0, draws)
+        # Two streams: with and without crops, the batches are the same.
+        batches, moves = (generator(cohort.seed, what, cohort.round, self.number) for what in ("batches", "crops"))
+        order = torch.stack([torch.randperm(count, generator=batches) for _ in range(training.local_epochs)])
+        crops = draw_crops(training.local_epochs, count if training.augment else 0, moves)
         return LocalData(
             x=self._inputs(examples.x),
             y=examples.y.to(self.device),
@@ -134,15 +114,14 @@ class Client:
             crops=crops[:epochs].to(self.device),
             held_out_x=self._inputs(held_out.x),
             held_out_y=held_out.y.to(self.device),
-            has_trained=torch.tensor(has_trained, device=self.device),
+            has_trained=torch.tensor(self.has_trained, device=self.device),
         )
 
     def test_data(self) -> tuple[Tensor, Tensor]:
         return self._inputs(self.test.x), self.test.y.to(self.device)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        inputs: Tensor = self.algorithm.task.lay_out(normalise(x.to(self.device), self.mean, self.std))
-        return inputs
+        return self.algorithm.task.lay_out(normalise(x.to(self.device), self.outline.mean, self.outline.std))
 
 
 class SimulatedClients(ABC):
@@ -158,141 +137,114 @@ class SimulatedClients(ABC):
         faults: Faults = NO_FAULTS,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.settings = settings
-        self.device = usable_device(settings.device)
+        self.settings, self.device = settings, usable_device(settings.device)
         example = normalise(federation.train[0].x[:1].to(self.device), federation.mean, federation.std)[0]
         self.algorithm = algorithm.model_copy(update={"task": self._prepare(algorithm, example)})
-        self.federation = federation
-        self.threads = settings.threads or os.cpu_count() or 1
-        self.recalibrate = recalibrate
-        self.faults = faults
+        self.faults = faults if faults.active else None
         self.stopping = stopping  # asked before each client trains; if true, Stopped is raised, no state changes
         initial = self.algorithm.init_client()
-        self._clients: list[ClientState] = [initial] * len(federation)  # states are never written into
-        self._trained = torch.zeros(len(federation), dtype=torch.bool)
+        self.clients = [
+            Client(
+                number=number,
+                train=train,
+                test=test,
+                outline=federation,
+                algorithm=self.algorithm,
+                state=initial,
+                recalibrate=recalibrate,
+                device=self.device,
+            )
+            for number, (train, test) in enumerate(zip(federation.train, federation.test, strict=True))
+        ]
         self._pending: dict[int, ClientState] = {}
 
-    def _prepare(self, algorithm: Algorithm, example: Tensor) -> ClassificationTask:
+    def _prepare(self, algorithm: Algorithm, example: Tensor) -> Task:
         """Return the algorithm's task in the form that this engine runs."""
-        task: ClassificationTask = algorithm.task.to(self.device)
-        return task
+        return algorithm.task.to(self.device)
 
     @abstractmethod
-    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
-        """Return every client's private state after its update and its answer, or what it raised."""
+    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome | Failure]:
+        """Return every client's private state after its update, and its answer."""
 
     @abstractmethod
-    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
-        """Test every client's personal model; return what it raised for one that fails."""
+    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Failure]:
+        """Test every client's personal model."""
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
-        answers: list[Answer | Failure] = [NO_ANSWER] * len(cohort.ids)
-        answering = self.faults.choose_answering(cohort).nonzero().squeeze(1)
-        if len(answering) < len(answers):
+        answers: dict[int, Answer | Failure] = dict.fromkeys(cohort.ids.tolist(), NO_ANSWER)
+        if self.faults:
+            answering = choose_answering(self.faults, cohort).nonzero().squeeze(1)
             cohort, downloads = cohort.only(answering), downloads.rows(answering)
-        attackers = set(self.faults.choose_attackers(len(self.federation), cohort.seed).tolist())
+        outcomes = self._train(cohort, downloads.to(self.device)) if len(cohort.ids) else []
         self._pending = {}
-        outcomes = self._train(cohort, move(downloads, self.device)) if len(answering) else []
-        for position, (client, outcome) in enumerate(zip(cohort.ids.tolist(), outcomes, strict=True)):
-            if isinstance(outcome, Exception):
-                answers[answering[position]] = failure_of("raised", outcome)
-                continue
-            self._pending[client], answer = outcome
-            if client in attackers and self.faults.attacks(cohort, client):
-                answer = self._falsify(cohort, client, downloads.rows(position), answer)
-            answers[answering[position]] = answer
+        for client, outcome in zip(cohort.ids.tolist(), outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                answers[client] = outcome
+            else:
+                self._pending[client], answers[client] = outcome
+        return list((self._falsify(self.faults, cohort, downloads, answers) if self.faults else answers).values())
+
+    def _falsify(
+        self, faults: Faults, cohort: Cohort, downloads: Payload, answers: dict[int, Answer | Failure]
+    ) -> dict[int, Answer | Failure]:
+        attackers, index = choose_attackers(faults, len(self.clients), cohort.seed), self.algorithm.task.layers.index
+        for row, client in enumerate(cohort.ids.tolist()):
+            answer, sent = answers[client], downloads.sent[row]
+            attacks = client in attackers and happens(faults.attack_rate, cohort, "attack", client)
+            if attacks and isinstance(answer, Answer):
+                start = {name: value.cpu() for name, value in self.clients[client].state.items()}
+                start |= {name: value[row] for name, value in downloads.tensors.items() if sent[index[name]]}
+                answers[client] = answer._replace(upload=falsify(faults, cohort, client, answer.upload, start))
         return answers
 
-    def _falsify(self, cohort: Cohort, client: int, download: Payload, answer: Answer) -> Answer:
-        index = self.algorithm.task.layers.index
-        start = {name: value.cpu() for name, value in self._clients[client].items()}
-        start |= {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
-        return answer._replace(upload=self.faults.falsify(cohort, client, answer.upload, start))
-
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        metrics, failures = [], {}
-        tests = self._evaluate(cohort, move(downloads, self.device))
-        for client, test in zip(cohort.ids.tolist(), tests, strict=True):
-            if isinstance(test, Exception):
-                failures[client] = failure_of("evaluation raised", test)
-                metrics.append((torch.nan, torch.nan))
-            else:
-                metrics.append(self.client(client).metrics(test))
-        columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*metrics, strict=True))
-        return ClientMetrics(*columns), failures
+        tests = dict(zip(cohort.ids.tolist(), self._evaluate(cohort, downloads.to(self.device)), strict=True))
+        failures = {client: test for client, test in tests.items() if isinstance(test, Failure)}
+        metrics = [(torch.nan, torch.nan) if isinstance(test, Failure) else test for test in tests.values()]
+        return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
 
     def commit(self, accepted: Tensor) -> None:
         for client in accepted.tolist():
-            self._clients[client] = self._pending[client]
-            self._trained[client] = True
-        self._pending = {}
+            self.clients[client] = replace(self.clients[client], state=self._pending[client], has_trained=True)
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
-        downloads = move(downloads, self.device)
-        models = []
+        downloads, models = downloads.to(self.device), []
         for row, client in enumerate(cohort.ids.tolist()):
-            model = attempt(self._personalize, cohort, client, copy_row(downloads, row))
-            models.append({} if isinstance(model, Exception) else {name: v.cpu() for name, v in model.items()})
+            model = attempt("", self.clients[client].personalize, copy_row(downloads, row), cohort)
+            models.append({} if isinstance(model, Failure) else {name: value.cpu() for name, value in model.items()})
         return models
 
     def state(self) -> Params:
         """Return everybody's private state, stacked, and who has trained."""
-        stacked = {name: value.cpu() for name, value in stack(self._clients).items()}
-        return {**stacked, TRAINED: self._trained.clone()}
+        private = {name: value.cpu() for name, value in stack([client.state for client in self.clients]).items()}
+        return {**private, TRAINED: torch.tensor([client.has_trained for client in self.clients])}
 
     def load(self, state: Params) -> None:
-        self._trained = state[TRAINED].clone()
-        private = Payload({name: v.to(self.device) for name, v in state.items() if name != TRAINED}, self._trained)
-        self._clients = [copy_row(private, client).tensors for client in range(len(self.federation))]
+        for number, trained in enumerate(state[TRAINED].tolist()):
+            own = {name: value[number].clone().to(self.device) for name, value in state.items() if name != TRAINED}
+            self.clients[number] = replace(self.clients[number], state=own, has_trained=trained)
+
+    def _epochs(self, cohort: Cohort, client: int) -> int:
+        budget = self.algorithm.training.local_epochs
+        return limit_epochs(self.faults, cohort, client, budget) if self.faults else budget
 
     def __enter__(self) -> Self:
-        # One intra-op thread: the clients are the parallelism, and results do not depend on how a sum is
-        # split.
-        one_thread.acquire()
+        one_thread.__enter__()
         keep_freed_memory()
         return self
 
     def __exit__(self, *error: object) -> None:
-        one_thread.release()
-
-    def client(self, number: int) -> Client:
-        return Client(
-            number=number,
-            train=self.federation.train[number],
-            test=self.federation.test[number],
-            mean=self.federation.mean,
-            std=self.federation.std,
-            algorithm=self.algorithm,
-            device=self.device,
-            recalibrate=self.recalibrate,
-        )
-
-    def _epochs(self, cohort: Cohort, client: int) -> int:
-        return self.faults.limit_epochs(cohort, client, self.algorithm.training.local_epochs)
-
-    def _personalize(self, cohort: Cohort, client: int, download: Payload) -> Params:
-        has_trained = bool(self._trained[client])
-        return self.client(client).personalize(self._clients[client], download, cohort, has_trained=has_trained)
+        one_thread.__exit__()
 
 
-def attempt(function: Callable[..., R], *args: object) -> R | Exception:
-    """Return what a client's function returns, or what it raised: one client's failure is not the others'."""
+def attempt(reason: str, function: Callable[..., R], *args: object) -> R | Failure:
+    """Return what a client's function returns, or a failure: one client's is not the others'."""
     try:
         return function(*args)
     except Stopped:
         raise
     except Exception as error:
-        return error
-
-
-def failure_of(reason: str, error: Exception) -> Failure:
-    return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)
-
-
-def move(payload: Payload, device: torch.device) -> Payload:
-    tensors = {name: value.to(device) for name, value in payload.tensors.items()}
-    extras = {name: value.to(device) for name, value in payload.extras.items()}
-    return Payload(tensors, payload.sent.to(device), extras=extras)
+        return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)
 
 
 def copy_row(payload: Payload, row: int) -> Payload:
@@ -300,9 +252,7 @@ def copy_row(payload: Payload, row: int) -> Payload:
 
     Kernels may round by how a tensor is aligned, and a view would keep the whole cohort's tensors alive.
     """
-    one = payload.rows(row)
-    tensors, extras = ({name: v.clone() for name, v in part.items()} for part in (one.tensors, one.extras))
-    return Payload(tensors, one.sent.clone(), extras=extras)
+    return payload.rows(row).map(torch.clone)
 
 
 def usable_device(name: str) -> torch.device:
@@ -317,40 +267,31 @@ def usable_device(name: str) -> torch.device:
 
 
 class _OneThread:
-    """One intra-op thread while an engine is active. torch keeps the number per thread and for new threads.
+    """One intra-op thread while anybody is inside: clients are the parallelism, and sums are always split alike.
 
-    Engines in two threads at once each set their own thread's number; all restore what the first one found.
+    torch keeps the number per thread, and one for new threads. All restore what the first one found.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, 1
+    lock, users, before = threading.Lock(), 0, 1
 
-    def acquire(self) -> None:
-        with self._lock:
-            self._before = self._before if self._users else torch.get_num_threads()
-            self._users += 1
+    def __enter__(self) -> None:
+        with self.lock:
+            self.before = self.before if self.users else torch.get_num_threads()
+            self.users += 1
             torch.set_num_threads(1)
 
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            torch.set_num_threads(self._before)
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.users -= 1
+            torch.set_num_threads(self.before)
 
 
 one_thread = _OneThread()
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, in the whole process; do nothing elsewhere.
-
-    A training step allocates and frees a few MiB; if they are returned to the system, each step faults its
-    pages in again, which costs up to a third of a small CNN's step.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # <malloc.h>
-    try:
-        mallopt: Any = ctypes.CDLL(None).mallopt if sys.platform == "linux" else None
-    except (AttributeError, OSError):  # another C library
-        return
+    """Make glibc keep freed memory: else each step faults its pages in again, up to a third of a small CNN's step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
-        mallopt(mmap_threshold, 2**25)  # the largest that every glibc takes
-        mallopt(trim_threshold, 2**28)
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD of <malloc.h>; the largest that every glibc takes
+        mallopt(-1, 2**28)  # M_TRIM_THRESHOLD

@@ -2,20 +2,20 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 
-from pfedla.core.contracts import Answer, ClientState, Cohort, LocalData, LocalResult, Params, Payload
+from pfedla.core.contracts import Cohort, Failure, LocalData, LocalResult, Params, Payload
 from pfedla.core.errors import Stopped
 from pfedla.core.layers import stack, take
 from pfedla.core.tasks import copy_module
 from pfedla.core.training import EVALUATION_BATCH, evaluate
-from pfedla.engines.client import Outcome, SimulatedClients, Test, attempt, copy_row
+from pfedla.engines.client import Client, Outcome, SimulatedClients, Test, attempt, copy_row
 
 R = TypeVar("R")
 MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, by an estimate
@@ -25,104 +25,88 @@ ACTIVATION_COPIES = 4  # every module's output, what follows it without being a 
 
 class VectorizedEngine(SimulatedClients):
     @cached_property
-    def _model_numbers(self) -> int:
-        return sum(value.numel() for value in self.algorithm.task.initial().values())
-
-    @cached_property
-    def _step_numbers(self) -> int:
-        """Estimate how many numbers a step keeps for one example."""
-        outputs = 0
-
-        def count(module: nn.Module, given: object, output: object) -> None:
-            nonlocal outputs
-            if isinstance(output, Tensor) and not list(module.children()):
-                outputs += output.numel()
-
-        module = copy_module(self.algorithm.task.module).eval()
+    def _numbers(self) -> tuple[int, int]:
+        """Estimate how many numbers a client takes while it trains: its models, and each example of a step."""
+        module, outputs = copy_module(self.algorithm.task.module).eval(), list[object]()
         for part in module.modules():
-            part.register_forward_hook(count)
+            if not list(part.children()):
+                part.register_forward_hook(lambda part, given, output: outputs.append(output))
         with torch.no_grad():
-            module(self.client(0).test_data()[0][:1])
-        return ACTIVATION_COPIES * outputs
+            module(self.clients[0].test_data()[0][:1])
+        activations = sum(output.numel() for output in outputs if isinstance(output, Tensor))
+        parameters = sum(value.numel() for value in self.algorithm.task.initial().values())
+        return MODEL_COPIES * parameters, ACTIVATION_COPIES * activations
 
-    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome]:
+    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome | Failure]:
         epochs = [self._epochs(cohort, client) for client in cohort.ids.tolist()]
-        outcomes: dict[int, Outcome] = {}
-        for rows in self._groups(cohort, epochs):
-            outcomes.update(isolate(lambda some: self._train_group(cohort, some, downloads, epochs), rows))
-        return [outcomes[row] for row in range(len(cohort.ids))]
 
-    def _train_group(
-        self, cohort: Cohort, rows: list[int], downloads: Payload, epochs: list[int]
-    ) -> dict[int, tuple[ClientState, Answer]]:
-        if self.stopping():
-            raise Stopped
-        clients = [self.client(number) for number in cohort.ids[rows].tolist()]
-        states = [self._clients[client.number] for client in clients]
-        data = [
-            client.local_data(
-                cohort, downloads.rows(row), has_trained=bool(self._trained[client.number]), epochs=epochs[row]
-            )
-            for row, client in zip(rows, clients, strict=True)
-        ]
-        stacked_data = LocalData(*(torch.stack(field) for field in zip(*data, strict=True)))
-        results: LocalResult = vmap(self.algorithm.local_update)(
-            stack(states), downloads.rows(torch.tensor(rows)), stacked_data
-        )
-        tests = self._test(results.model, cohort.ids[rows].tolist())
-        outcomes = {}
-        for position, (row, client) in enumerate(zip(rows, clients, strict=True)):
-            result = LocalResult(
-                # A clone: the client's state outlives the round, a view would keep the whole cohort's alive.
-                client={name: value[position].clone() for name, value in results.client.items()},
-                upload=results.upload.rows(position),
-                model=take(results.model, position),
-                loss=results.loss[position],
-            )
-            outcomes[row] = result.client, client.answer(states[position], result, tests[position])
+        def train_group(rows: list[int]) -> list[Outcome]:
+            if self.stopping():
+                raise Stopped
+            clients = [self.clients[number] for number in cohort.ids[rows].tolist()]
+            pairs = zip(rows, clients, strict=True)
+            data = [client.local_data(cohort, downloads.rows(row), epochs[row]) for row, client in pairs]
+            return self._update(clients, downloads.rows(torch.tensor(rows)), data)
+
+        return self._map("raised", train_group, cohort, epochs)
+
+    def _update(self, clients: list[Client], downloads: Payload, data: list[LocalData]) -> list[Outcome]:
+        stacked = LocalData(*map(torch.stack, zip(*data, strict=True)))
+        states = stack([client.state for client in clients])
+        results: LocalResult = vmap(self.algorithm.local_update)(states, downloads, stacked)
+        outcomes = []
+        for row, (client, test) in enumerate(zip(clients, self._test(results.model, clients), strict=True)):
+            # A clone: the client's state outlives the round, a view would keep the whole cohort's alive.
+            state = {name: value.clone() for name, value in take(results.client, row).items()}
+            model, upload = take(results.model, row), results.upload.rows(row)
+            result = LocalResult(client=state, upload=upload, model=model, loss=results.loss[row])
+            outcomes.append((state, client.answer(result, test)))
         return outcomes
 
-    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Exception]:
-        def group(rows: list[int]) -> dict[int, Test]:
-            clients = cohort.ids[rows].tolist()
+    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Failure]:
+        def test_group(rows: list[int]) -> list[Test]:
+            clients = [self.clients[number] for number in cohort.ids[rows].tolist()]
             pairs = zip(rows, clients, strict=True)
-            models = stack([self._personalize(cohort, client, copy_row(downloads, row)) for row, client in pairs])
-            return dict(zip(rows, self._test(models, clients), strict=True))
+            models = [client.personalize(copy_row(downloads, row), cohort) for row, client in pairs]
+            return self._test(stack(models), clients)
 
-        tests: dict[int, Test | Exception] = {}
-        for rows in self._groups(cohort, [0] * len(cohort.ids)):
-            tests.update(isolate(group, rows))
-        return [tests[row] for row in range(len(cohort.ids))]
+        return self._map("evaluation raised", test_group, cohort, [0] * len(cohort.ids))
 
-    def _groups(self, cohort: Cohort, epochs: list[int]) -> Iterator[list[int]]:
-        """Yield the rows of clients that stack: equal sizes and epochs, only as many as fit in memory."""
+    def _test(self, models: Params, clients: list[Client]) -> list[Test]:
+        x, y = map(torch.stack, zip(*(client.test_data() for client in clients), strict=True))
+        with torch.no_grad():
+            correct, loss = vmap(lambda *one: evaluate(self.algorithm.task, *one))(models, x, y)
+        return list(zip((correct.double() / y.shape[1]).tolist(), loss.tolist(), strict=True))
+
+    def _map(
+        self, reason: str, function: Callable[[list[int]], list[R]], cohort: Cohort, epochs: list[int]
+    ) -> list[R | Failure]:
+        """Apply `function` to the rows of clients that stack: equal sizes and epochs, as many as fit in memory."""
         groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for row, client in enumerate(cohort.ids.tolist()):
-            sizes = len(self.federation.train[client].y), len(self.federation.test[client].y)
-            groups[*sizes, epochs[row]].append(row)
+        for row, number in enumerate(cohort.ids.tolist()):
+            train, test = self.clients[number].train, self.clients[number].test
+            groups[len(train.y), len(test.y), epochs[row]].append(row)
+        found: dict[int, R | Failure] = {}
         for (train, test, _), rows in groups.items():
             # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
             batch = max(min(self.algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))
-            numbers = (2 * train + test) * math.prod(self.federation.shape)
-            numbers += MODEL_COPIES * self._model_numbers + batch * self._step_numbers
+            models, per_example = self._numbers
+            numbers = (2 * train + test) * math.prod(self.clients[0].outline.shape) + models + batch * per_example
             fit = max(1, MEMORY_BOUND // (4 * numbers))
-            yield from (part.tolist() for part in torch.tensor(rows).tensor_split(-(-len(rows) // fit)))
-
-    def _test(self, models: Params, clients: Sequence[int]) -> list[Test]:
-        x, y = map(torch.stack, zip(*(self.client(client).test_data() for client in clients), strict=True))
-        with torch.no_grad():
-            correct, loss = vmap(lambda *one: evaluate(self.algorithm.task, *one))(models, x, y)
-        return list(zip(correct, loss, strict=True))
+            for part in torch.tensor(rows).tensor_split(-(-len(rows) // fit)):
+                found |= isolate(reason, function, part.tolist())
+        return [found[row] for row in range(len(cohort.ids))]
 
 
-def isolate(group: Callable[[list[int]], Mapping[int, R]], rows: list[int]) -> Mapping[int, R | Exception]:
+def isolate(reason: str, function: Callable[[list[int]], Sequence[R]], rows: list[int]) -> dict[int, R | Failure]:
     """Return a group's outcomes; if it raises, find the clients that raise alone and run it without them."""
-    together = attempt(group, rows)
-    if not isinstance(together, Exception):
-        return together
-    alone = {row: attempt(group, [row]) for row in rows}
-    failed = {row: outcome for row, outcome in alone.items() if isinstance(outcome, Exception)}
-    if not failed:  # it fails only together: too little memory, perhaps
-        raise together
-    others = [row for row in rows if row not in failed]
-    return {**failed, **(group(others) if others else {})}
+    together = attempt(reason, function, rows)
+    if not isinstance(together, Failure):
+        return dict(zip(rows, together, strict=True))
+    alone = {row: attempt(reason, function, [row]) for row in rows}
+    found: dict[int, R | Failure] = {row: one for row, one in alone.items() if isinstance(one, Failure)}
+    if not found and together.error:  # it fails only together: too little memory, perhaps
+        raise together.error
+    others = [row for row in rows if row not in found]
+    found.update(zip(others, function(others) if others else [], strict=True))
+    return found

@@ -169,13 +169,13 @@ class FlowerEngine:
         return dict(zip(WIRE, self._wire.tolist(), strict=True))
 
     def __enter__(self) -> Self:
-        one_thread.acquire()  # as when simulating: the server's sums do not depend on the number of cores
+        one_thread.__enter__()  # as when simulating: the server's sums do not depend on the number of cores
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        one_thread.release()
+        one_thread.__exit__()
 
     # Messages
 

@@ -9,6 +9,7 @@ STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, write_text
 from pfedla.core.tasks import DirectTask
 from pfedla.core.tensor_files import read_tensors, write_tensors
-from pfedla.core.training import normalise
 from pfedla.data.federation import digest_of
-from pfedla.engines.client import Client, keep_freed_memory, move, usable_device
+from pfedla.engines.client import Client, keep_freed_memory, usable_device
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.site_data import read_examples
@@ -52,18 +52,18 @@ class Site:
         kept = self.folder / "data.safetensors"
         train, test = read_examples(self.path, experiment, self.federation, self.number, kept)
         self.device = usable_device(str(node.get("device", experiment.engine.device)))
-        mean, std = self.federation.mean, self.federation.std
-        task = self.built.algorithm.task.to(self.device)
-        direct = DirectTask(task.module, normalise(train.x[:1].to(self.device), mean, std)[0])
+        example = self.federation.normalise(train.x[:1].to(self.device))[0]
+        direct = DirectTask(self.built.algorithm.task.to(self.device).module, example)
+        algorithm = self.built.algorithm.model_copy(update={"task": direct})
         self.client = Client(
             number=self.number,
             train=train,
             test=test,
-            mean=mean,
-            std=std,
-            algorithm=self.built.algorithm.model_copy(update={"task": direct}),
-            device=self.device,
+            outline=self.federation,
+            algorithm=algorithm,
+            state=algorithm.init_client(),
             recalibrate=experiment.recalibrate,
+            device=self.device,
         )
         self._check_unchanged(digest_of(train, test))
 
@@ -91,32 +91,28 @@ class Site:
         return RecordDict({CONFIG: ConfigRecord(about)})
 
     def train(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
-        state, answer = self.client.update(
-            self._read_state(base), self._read_download(content), cohort, has_trained=base > 0
-        )
+        state, answer = self._client_after(base).update(self._read_download(content), cohort)
         self._keep(cohort.round, base, state)
         return encode_answer(answer, self.built.algorithm.task.layers)
 
     def evaluate(self, content: RecordDict, cohort: Cohort, base: int) -> RecordDict:
         """Test the personal model and write it: the site may use it from now on."""
-        model = self.client.personalize(
-            self._read_state(base), self._read_download(content), cohort, has_trained=base > 0
-        )
-        accuracy, loss = self.client.metrics(self.client.evaluate(model))
+        model = self._client_after(base).personalize(self._read_download(content), cohort)
+        accuracy, loss = self.client.evaluate(model)
         self._write_personal(model, cohort.round - 1, accuracy)
         return RecordDict({METRICS: MetricRecord({"accuracy": accuracy, "loss": loss})})
 
     def _read_download(self, content: RecordDict) -> Payload:
         task = self.built.algorithm.task
-        download = decode_download(content, task.initial(), task.layers, self.deployment.num_clients)
-        return move(download, self.device)
+        return decode_download(content, task.initial(), task.layers, self.deployment.num_clients).to(self.device)
 
     # Private state
 
-    def _read_state(self, base: int) -> ClientState:
-        initial: ClientState = self.client.algorithm.init_client()
+    def _client_after(self, base: int) -> Client:
+        """Return the client with its private state after a round."""
+        initial = self.client.state
         if base == 0 or not initial:
-            return initial
+            return replace(self.client, has_trained=base > 0)
         path = self._state_path(base)
         if not path.exists():
             raise PfedlaError(
@@ -124,7 +120,8 @@ class Site:
                 "folder with --node-config 'state=\"/path\"', restore it, or start a new run"
             )
         kept = read_tensors(path, {name: value.to("meta") for name, value in initial.items()})
-        return {name: value.clone().to(self.device) for name, value in kept.items()}
+        state = {name: value.clone().to(self.device) for name, value in kept.items()}
+        return replace(self.client, state=state, has_trained=True)
 
     def _keep(self, round: int, base: int, state: ClientState) -> None:
         if not state:

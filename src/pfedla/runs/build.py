@@ -7,6 +7,7 @@ from torch import nn
 from pfedla import algorithms
 from pfedla.core.contracts import Algorithm, generator
 from pfedla.core.errors import check_affordable, unknown
+from pfedla.core.faults import check_faults
 from pfedla.core.models import MODELS, build_model, model_for
 from pfedla.core.settings import AUTO
 from pfedla.core.tasks import ClassificationTask, task_of
@@ -77,7 +78,7 @@ def _build_method(experiment: Experiment, federation: Outline, task: Classificat
     num_numbers = len(federation) * sum(task.layers.num_parameters)
     check_affordable(f"the models of {len(federation)} clients", num_numbers)
     method.check(len(federation))
-    experiment.faults.check(len(federation), training.local_epochs)
+    check_faults(experiment.faults, len(federation), training.local_epochs)
     options = algorithms.resolve_options(section.name, section.options) | method.resolved_options()
     resolved = experiment.model_copy(
         update={

@@ -13,11 +13,11 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from pfedla.core.errors import PfedlaError, shown, unknown
-from pfedla.core.faults import Faults
 from pfedla.core.settings import (
     AUTO,
     CheckpointSettings,
     EngineSettings,
+    Faults,
     Option,
     Positive,
     Recalibrate,

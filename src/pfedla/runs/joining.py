@@ -17,16 +17,16 @@ from torch import Tensor
 
 from pfedla.algorithms import check_joining
 from pfedla.algorithms.local import Local
-from pfedla.core.contracts import Algorithm, Cohort, Params, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, Payload, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_text, write_whole
 from pfedla.core.layers import copies
-from pfedla.core.rounds import Traffic, answer_bytes, payload_bytes, summarise
+from pfedla.core.rounds import Traffic, summarise
 from pfedla.core.tasks import DirectTask
 from pfedla.core.tensor_files import write_tensors
-from pfedla.core.uploads import accept
+from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
-from pfedla.engines.client import TRAINED, Client, attempt, move, one_thread, usable_device
+from pfedla.engines.client import TRAINED, Client, attempt, one_thread, usable_device
 from pfedla.runs.build import build_around
 from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
 from pfedla.runs.experiment import SITES, Experiment
@@ -35,12 +35,6 @@ from pfedla.runs.personal import JOINED, load_unseen, read_run
 from pfedla.runs.run import SNAPSHOT_NUMBERS, Run, fresh_state
 
 ROUNDS = 10
-RESULT_KEYS = {  # accuracy in Joined -> its key in a result
-    "after": "accuracy",
-    "before": "accuracy_before",
-    "after_training": "accuracy_after_training",
-    "alone": "accuracy_alone",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +69,6 @@ class _UnseenClient:
         device = usable_device(experiment.engine.device)
         example = federation.normalise(federation.train[0].x[:1].to(device))[0]
         running = method.model_copy(update={"task": DirectTask(method.task.to(device).module, example)})
-        self.client = Client(
-            number=number,
-            train=federation.train[0],
-            test=federation.test[0],
-            mean=federation.mean,
-            std=federation.std,
-            algorithm=running,
-            device=device,
-            recalibrate=experiment.recalibrate,
-        )
         self.method, self.before = method, before
         self.seed, self.num_examples = experiment.seed, federation.num_examples
         admitted = method.admit(before, experiment.seed)
@@ -94,13 +78,21 @@ class _UnseenClient:
         }
         self.server = self._restore(admitted)
         state = running.init_unseen(self.server, running.init_client())
-        self.state = {name: value.to(device) for name, value in state.items()}
-        self.has_trained = False
+        self.client = Client(
+            number=number,
+            train=federation.train[0],
+            test=federation.test[0],
+            outline=federation,
+            algorithm=running,
+            state={name: value.to(device) for name, value in state.items()},
+            recalibrate=experiment.recalibrate,
+            device=device,
+        )
 
     def run(self, rounds: range) -> Joined:
         """Run these rounds, or none where there is nothing to learn."""
         has_row = any(part.keys() != self.shared[group].keys() for group, part in self.server.items())
-        rounds = rounds if self.state or has_row else rounds[:0]
+        rounds = rounds if self.client.state or has_row else rounds[:0]
         traffic, alphas, after_training = Traffic(), self._alpha(), None
         _, before = self._personalize(rounds.start)
         for number in rounds:
@@ -126,32 +118,31 @@ class _UnseenClient:
             round=round, seed=self.seed, ids=torch.tensor([self.client.number]), num_examples=self.num_examples
         )
         downloads = self.method.download(self.server, cohort)
-        return cohort, downloads, move(downloads.rows(0), self.client.device)
+        return cohort, downloads, downloads.rows(0).to(self.client.device)
 
     def _personalize(self, round: int) -> tuple[Params, float]:
         """Return the personal model and its accuracy."""
         cohort, _, download = self._download(round)
-        model = self.client.personalize(self.state, download, cohort, has_trained=self.has_trained)
-        accuracy, _ = self.client.metrics(self.client.evaluate(model))
+        model = self.client.personalize(download, cohort)
+        accuracy, _ = self.client.evaluate(model)
         return {name: value.cpu() for name, value in model.items()}, accuracy
 
     def _run_round(self, round: int) -> tuple[float, int, int]:
         """Return the accuracy after training and the bytes down and up."""
         cohort, downloads, download = self._download(round)
-        outcome = attempt(lambda: self.client.update(self.state, download, cohort, has_trained=self.has_trained))
-        if isinstance(outcome, Exception):
-            text = f"the client cannot train: {type(outcome).__name__}: {outcome}"
-            raise PfedlaError(text.splitlines()[0]) from outcome
+        outcome = attempt("raised", self.client.update, download, cohort)
+        if isinstance(outcome, Failure):
+            raise PfedlaError(f"the client cannot train: {outcome.detail}") from outcome.error
         accepted, failures = accept(self.method, self.server, cohort, downloads, [outcome[1]])
         for failure in failures.values():
             hint = "; are its examples in the scale of the run's?" if failure.reason == "not finite" else ""
             what = f"the client's upload cannot be used: {failure.reason} {failure.detail}".strip()
             raise PfedlaError(what + hint)
-        self.state, answer = outcome
-        self.has_trained = True
+        state, answer = outcome
+        self.client = replace(self.client, state=state, has_trained=True)
         self.server = self._restore(self.method.aggregate(self.server, cohort, accepted.downloads, accepted.uploads))
-        layers = self.method.task.layers
-        return answer.accuracy, int(payload_bytes(downloads, layers).sum()), answer_bytes(answer, layers)
+        down = int(payload_bytes(downloads, self.method.task.layers).sum())
+        return answer.accuracy, down, accepted.num_bytes
 
     def _alpha(self) -> list[Tensor]:
         """Return the client's row of alpha in a list; an empty one if there is none, or it is too large."""
@@ -195,12 +186,9 @@ def join(
         client = _UnseenClient(algorithm, before, federation=unseen, number=num_clients, experiment=experiment)
         return client.run(range(after + 1, after + 1 + rounds))
 
-    one_thread.acquire()
-    try:
+    with one_thread:
         joined = run(method, server)
         alone = run(Local(task=method.task, training=method.training), {})
-    finally:
-        one_thread.release()
     return replace(joined, alone=alone.after)
 
 
@@ -212,7 +200,7 @@ def join_unseen(run: Run) -> dict[str, Any]:
     built, state = run.built, run.state
     assert built.unseen is not None
     assert run.folder is not None
-    found = torch.full((len(RESULT_KEYS), len(built.unseen)), torch.nan, dtype=torch.float64)
+    rows: list[dict[str, float | None]] = []
     rounds = 0
     for number, name in enumerate(built.unseen.names):
         if run.stopping():
@@ -224,15 +212,19 @@ def join_unseen(run: Run) -> dict[str, Any]:
             joined = join(built.algorithm, state.server, one, count, built.experiment, after=state.round)
         except PfedlaError as error:  # the others can join all the same
             run.say(f"unseen client {name}: {error}")
+            rows.append({})
             continue
         write_tensors(target, joined.model)
-        rounds, accuracies = joined.rounds, joined.accuracies()
-        values = [math.nan if accuracies[key] is None else accuracies[key] for key in RESULT_KEYS]
-        found[:, number] = torch.tensor(values, dtype=torch.float64)
+        rounds = joined.rounds
+        rows.append(joined.accuracies())
         first, last = 100 * joined.before, 100 * joined.after
         run.say(f"unseen client {name}: accuracy {first:.1f} % at first, {last:.1f} % at the end")
-    summaries = {key: summarise(row) for key, row in zip(RESULT_KEYS.values(), found, strict=True)}
-    return {"clients": built.unseen.names, "rounds": rounds, **summaries}
+    result = {"clients": built.unseen.names, "rounds": rounds}
+    for key in ("after", "before", "after_training", "alone"):
+        values = [math.nan if (value := row.get(key)) is None else value for row in rows]
+        name = "accuracy" if key == "after" else f"accuracy_{key}"
+        result[name] = summarise(torch.tensor(values, dtype=torch.float64))
+    return result
 
 
 def join_run(
@@ -279,19 +271,15 @@ def join_run(
         "accuracy": joined.accuracies(),
         "traffic": asdict(joined.traffic),
     }
-    return folder, _write(folder, result, joined, method.task.layers.names)
-
-
-def _write(folder: Path, result: dict[str, Any], joined: Joined, layers: tuple[str, ...]) -> dict[str, Any]:
-    """Write the folder of a client that joined, result.json last; return what it holds."""
     new_folder(folder, "give another --name")
     write_tensors(folder / "model.safetensors", joined.model)
     if joined.alphas is not None:
+        layers = method.task.layers.names
         result["alpha"] = dict(zip(layers, joined.alphas[-1].tolist(), strict=True))
         tensors, metadata = {"alpha": joined.alphas}, {"layers": json.dumps(layers)}
         write_whole(folder / ALPHA, lambda file: save_file(tensors, file, metadata))
-    write_text(folder / RESULT, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    return result
+    write_text(folder / RESULT, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")  # last
+    return folder, result
 
 
 def _load_last(checkpoints: Checkpoints, method: Algorithm, num_clients: int, seed: int) -> RunState:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, ClientMetrics, Engine, Failure
 from pfedla.core.errors import GaveUpError, Stopped
+from pfedla.core.faults import choose_attackers
 from pfedla.core.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds, summarise, timed
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
@@ -54,7 +55,7 @@ class Run:
         self._interval = snapshot_interval(self.experiment.rounds, num_clients, num_layers)
         self._keeps_alpha = num_clients * num_layers * num_clients <= SNAPSHOT_NUMBERS
         self.honest = torch.ones(num_clients, dtype=torch.bool)
-        attackers = self.experiment.faults.choose_attackers(num_clients, self.experiment.seed)
+        attackers = choose_attackers(self.experiment.faults, num_clients, self.experiment.seed)
         if len(attackers) < num_clients:  # if all attack now and then, nobody is told apart
             self.honest[attackers] = False
 
