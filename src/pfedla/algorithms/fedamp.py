@@ -8,11 +8,11 @@ Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`; u_i 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import check_pull, keep_and_send
+from pfedla.algorithms.partial import check_pull
 from pfedla.algorithms.similarity import MixedModels, compare
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.core.settings import Factor, Rate
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 
 class FedAMP(MixedModels):

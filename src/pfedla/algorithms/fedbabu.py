@@ -4,9 +4,9 @@ Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classifi
 """
 
 from pfedla.algorithms.finetune import FineTuned
-from pfedla.algorithms.partial import PrivateByName, keep_and_send
+from pfedla.algorithms.partial import PrivateByName
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 
 class FedBABU(FineTuned, PrivateByName):

@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.partial import KeptModels, add_prefix, num_clients, strip_prefix
+from pfedla.algorithms.partial import KeptModels, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent, generator
-from pfedla.core.layers import Params, into_corner_, put_, take
+from pfedla.core.layers import Params, into_corner_, num_clients, put_, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 

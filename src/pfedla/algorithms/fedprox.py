@@ -4,10 +4,10 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algor
 Names: μ `penalty`; min f_i(w) + μ/2 |w - w_global|² is `sgd` with towards=w_global, pull=μ.
 """
 
-from pfedla.algorithms.partial import PartialFedAvg, check_pull, keep_and_send
+from pfedla.algorithms.partial import PartialFedAvg, check_pull
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.settings import Factor
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 
 class FedProx(PartialFedAvg):

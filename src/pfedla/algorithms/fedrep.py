@@ -3,11 +3,11 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 """
 
-from pfedla.algorithms.partial import PrivateByName, keep_and_send, resolve_epochs
+from pfedla.algorithms.partial import PrivateByName, resolve_epochs
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.settings import AUTO, Auto, Natural
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 
 class FedRep(PrivateByName):

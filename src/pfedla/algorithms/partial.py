@@ -4,13 +4,13 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.layers import Layers, Params, append_mean_row, copies, put_, repeat, weighted_mean
 from pfedla.core.settings import Auto, Training
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 
 class PartialFedAvg(Algorithm):
@@ -89,17 +89,6 @@ class KeptModels(PartialFedAvg):
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
         return server
-
-
-def num_clients(server: ServerState) -> int:
-    """Return how many models a server of `KeptModels` has."""
-    return len(next(iter(server["models"].values())))
-
-
-def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
-    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
-    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
-    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)
 
 
 def add_prefix(prefix: str, tensors: Params) -> Params:

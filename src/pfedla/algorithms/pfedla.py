@@ -15,12 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from pfedla.algorithms.partial import KeptModels, check_layers, draw_linear, keep_and_send, num_clients
+from pfedla.algorithms.partial import KeptModels, check_layers, draw_linear
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import Layers, choose, finite_rows, inner_products, into_corner_, mix, mix_few, put_, take
+from pfedla.core.layers import (
+    Layers,
+    choose,
+    finite_rows,
+    inner_products,
+    into_corner_,
+    mix,
+    mix_few,
+    num_clients,
+    put_,
+    take,
+)
 from pfedla.core.settings import Natural, Positive, Rate
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 WIDTH = 100  # of the embedding and of the trunk's layers
 TRUNK_DEPTH = 3
@@ -244,7 +255,8 @@ class LearnedMix(KeptModels):
             sound = finite_rows(stepped, len(ids)).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
-        return super().aggregate(server, cohort, downloads, uploads)
+        put_(server["models"], ids, uploads.tensors)
+        return server
 
     def init_client(self) -> ClientState:
         return self.task.initial() if self.num_retained else super().init_client()

@@ -10,10 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pfedla.algorithms.partial import num_clients
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix, per_client
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
-from pfedla.core.layers import Layers, Params, rows_of, take
+from pfedla.core.layers import Layers, Params, num_clients, rows_of, take
 from pfedla.core.settings import Natural, Positive
 
 HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples

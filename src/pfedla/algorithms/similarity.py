@@ -10,9 +10,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import KeptModels, num_clients
+from pfedla.algorithms.partial import KeptModels
 from pfedla.core.contracts import Cohort, Payload, ServerState, all_sent
-from pfedla.core.layers import Layers, Params, inner_products, mix, rows_of, take
+from pfedla.core.layers import Layers, Params, inner_products, mix, num_clients, rows_of, take
 
 
 class MixedModels(KeptModels):
