@@ -19,9 +19,14 @@ from safetensors.numpy import save_file
 from pfedla import report
 from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import draw_run
-from pfedla.report.order import order_by_labels, order_by_weights
-from pfedla.report.page import render_page, write_page
-from pfedla.report.page_data import PAGE_WEIGHTS, collect_page_data
+from pfedla.report.page import (
+    PAGE_WEIGHTS,
+    collect_page_data,
+    order_by_labels,
+    order_by_weights,
+    render_page,
+    write_page,
+)
 from pfedla.report.reading import read_alpha, read_result, read_rounds
 from pfedla.report.watch import Watcher
 
@@ -212,10 +217,10 @@ def test_a_hundred_clients_fit(large: Path, tmp_path: Path) -> None:
 
 
 def test_more_weights_than_fit_are_left_out(runs: list[Path], large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pfedla.report.page_data.PAGE_WEIGHTS", 69_999)
+    monkeypatch.setattr("pfedla.report.page.PAGE_WEIGHTS", 69_999)
     alpha = collect_page_data([large])["runs"][0]["alpha"]
     assert (alpha["rounds"], alpha["values"]) == ([], "")
-    monkeypatch.setattr("pfedla.report.page_data.PAGE_WEIGHTS", 70_000)
+    monkeypatch.setattr("pfedla.report.page.PAGE_WEIGHTS", 70_000)
     assert collect_page_data([large])["runs"][0]["alpha"]["rounds"] == [396]
 
 

@@ -75,7 +75,8 @@ def show(
     """
     from pfedla.core.files import safe_name
     from pfedla.data.federation import build_federation
-    from pfedla.report.split_figure import FORMATS, draw_federation, federation_table, statistics_line
+    from pfedla.report.figures import FORMATS, draw_federation
+    from pfedla.report.tables import federation_table, statistics_line
     from pfedla.report.tables import where as federation_name
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.folder import describe_federation

@@ -107,8 +107,8 @@ def _list() -> None:
 
 def _account(name: str, grid: "Grid") -> None:
     from pfedla.report.tables import terminal_table
-    from pfedla.reproduction.accounting import account
     from pfedla.reproduction.grid import load_paper
+    from pfedla.reproduction.paper_tables import account
 
     if grid.form != "retained":
         raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")

@@ -1,4 +1,4 @@
-"""Figures of a run folder, and of several."""
+"""Figures of a run, of a comparison and of a federation; and the few functions that all figures are drawn with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,99 +6,131 @@ from typing import Any
 
 import numpy as np
 
-from pfedla.report.reading import Alpha, Array, read_alpha, read_experiment, read_result, read_rounds
-from pfedla.report.tables import Row, accuracies, where
+from pfedla.report.reading import (
+    Alpha,
+    Array,
+    Values,
+    honest_part,
+    read_alpha,
+    read_experiment,
+    read_result,
+    read_rounds,
+)
+from pfedla.report.tables import Row, count_examples, shorten, where
 
 DPI = 150
+FORMATS = (".png", ".pdf", ".svg")
+BUBBLES = 600  # more clients x classes than this are drawn as a heat map
 
 
-def draw_run(run: Path) -> list[Path]:
-    """Draw all figures of one run; return their paths."""
-    result = read_result(run / "result.json")
-    title = escape_math(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
-    paths = [_draw_learning_curve(run, title)]
-    if (alpha := read_alpha(run)) is not None:
-        paths += [_draw_alpha(run, alpha, title), _draw_self_weight(run, alpha, title)]
-        if attackers := result.get("attackers"):
-            paths.append(_draw_attackers(run, alpha, attackers, title))
-    return paths
-
-
-def subplots(*args: Any, figsize: tuple[float, float], **kwargs: Any) -> Any:
+def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **options: Any) -> Any:
     """Return a figure and its axes without pyplot, which has global state and is not safe in threads."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(layout="constrained", figsize=figsize)
-    return figure, figure.subplots(*args, squeeze=False, **kwargs)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _draw_learning_curve(run: Path, title: str) -> Path:
-    rounds = read_rounds(run)
-    figure, axes = subplots(figsize=(6, 3.6))
-    axis = axes[0, 0]
-    x = [line["round"] for line in rounds]
-    curves = {
-        key: 100 * np.array([accuracies(line)["accuracy"][key] for line in rounds], float) for key in ("mean", "p10")
-    }
-    after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
-    axis.plot(x, curves["mean"], label="personal models, mean of clients", color="C0", **_marker(x))
-    axis.plot(x, curves["p10"], color="C0", linestyle=":", label="personal models, 10th percentile of clients")
-    axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
-    axis.set(xlabel="round", ylabel="test accuracy (%)", title=title)
-    style_axis(axis)
-    axis.legend(fontsize=8)
-    return save(figure, run / "learning_curve.png")
+def panels(count: int, most: int, size: tuple[float, float], margin: tuple[float, float] = (0, 0)) -> Any:
+    """Return a figure and `count` axes of the given size, at most so many in a row."""
+    rows = -(-count // most)
+    columns = -(-count // rows)
+    figure, axes = subplots(rows, columns, figsize=(size[0] * columns + margin[0], size[1] * rows + margin[1]))
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, axes.flat[:count]
 
 
-def _marker(x: Sequence[int]) -> dict[str, Any]:
+def finish_curves(
+    axis: Any, title: str, *, ylabel: str = "test accuracy (%)", size: int = 10, columns: int = 1
+) -> None:
+    """Label an axis of curves over rounds."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set(xlabel="round", ylabel=ylabel)
+    axis.set_title(title, fontsize=size)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+    if columns:
+        axis.legend(fontsize=8, ncols=columns)
+
+
+def escape_math(text: str) -> str:
+    """Return `text` so that matplotlib shows dollar signs instead of reading mathematics between them."""
+    return text.replace("$", r"\$")
+
+
+def save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def _percents(lines: Sequence[Values], key: str) -> Array:
+    return 100 * np.array([honest_part(line)["accuracy"][key] for line in lines], float)
+
+
+def _marker(x: Sequence[int]) -> Values:
     return {"marker": "o", "markersize": 3} if len(x) < 15 else {}
 
 
-def _draw_alpha(run: Path, alpha: Alpha, title: str) -> Path:
+def draw_run(run: Path) -> list[Path]:
+    """Draw all figures of one run; return their paths."""
+    result, alpha = read_result(run / "result.json"), read_alpha(run)
+    title = escape_math(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
+    figures = {"learning_curve": _draw_learning_curve(read_rounds(run), title)}
+    if alpha is not None:
+        figures["alpha"] = _draw_alpha(alpha, read_experiment(run)["algorithm"].get("neighbours", "all"), title)
+        above = f"Self-weight per layer: mean and range of the clients\n{title}"
+        figures["self_weight"] = _draw_by_layer(alpha, alpha.own, 1, title=above, ylabel="self-weight")
+        if attackers := result.get("attackers"):
+            figures["attackers"] = _draw_attackers(alpha, attackers, title)
+    return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
+
+
+def _draw_learning_curve(rounds: Sequence[Values], title: str) -> Any:
+    figure, axes = subplots(figsize=(6, 3.6))
+    axis, x = axes[0, 0], [line["round"] for line in rounds]
+    after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
+    axis.plot(x, _percents(rounds, "mean"), label="personal models, mean of clients", color="C0", **_marker(x))
+    label = "personal models, 10th percentile of clients"
+    axis.plot(x, _percents(rounds, "p10"), color="C0", linestyle=":", label=label)
+    axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
+    finish_curves(axis, title, size=12)
+    return figure
+
+
+def _draw_alpha(alpha: Alpha, neighbours: int | str, title: str) -> Any:
     """Draw one heat map per layer: rows receive, columns send."""
     from matplotlib.colors import PowerNorm
 
-    last, layers = alpha.values[-1], alpha.layers
-    rows = -(-len(layers) // 5)
-    columns = -(-len(layers) // rows)
+    last = alpha.values[-1]
     scale = PowerNorm(0.5, vmin=0, vmax=1)  # a square-root scale shows small weights
-    figure, axes = subplots(rows, columns, figsize=(2.9 * columns + 0.8, 2.9 * rows + 0.5))
-    for axis in axes.flat[len(layers) :]:
-        axis.set_axis_off()
+    figure, axes = panels(len(alpha.layers), 5, (2.9, 2.9), (0.8, 0.5))
     ticks = np.arange(0, len(last), -(-len(last) // 10))
-    for layer, name in enumerate(layers):
-        axis = axes.flat[layer]
+    for layer, (axis, name) in enumerate(zip(axes, alpha.layers, strict=True)):
         image = axis.imshow(last[:, layer], norm=scale, cmap="viridis", interpolation="nearest")
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("sender", fontsize=8)
         axis.set_ylabel("receiver", fontsize=8)
         axis.set(xticks=ticks, yticks=ticks)
         axis.tick_params(labelsize=7)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="weight (square-root scale)")
-    neighbours = read_experiment(run)["algorithm"].get("neighbours", "all")
+    figure.colorbar(image, ax=figure.axes, shrink=0.8, label="weight (square-root scale)")
     cut = "" if neighbours == "all" else f"; the {neighbours} largest of a row are mixed"
     figure.suptitle(f"Weights after round {alpha.rounds[-1]}{cut}\n{title}", fontsize=10)
-    return save(figure, run / "alpha.png")
+    return figure
 
 
-def _draw_self_weight(run: Path, alpha: Alpha, title: str) -> Path:
-    """Draw how much of each layer the clients take from themselves, over the rounds."""
-    own = np.diagonal(alpha.values, axis1=1, axis2=3)  # [snapshots, layers, clients]
-    title = f"Self-weight per layer: mean and range of the clients\n{title}"
-    return _draw_by_layer(own, alpha, 1, title=title, ylabel="self-weight", path=run / "self_weight.png")
-
-
-def _draw_attackers(run: Path, alpha: Alpha, attackers: list[int], title: str) -> Path:
+def _draw_attackers(alpha: Alpha, attackers: list[int], title: str) -> Any:
     """Draw how much of each layer the honest clients take from all attackers, over the rounds."""
     honest = [client for client in range(alpha.values.shape[1]) if client not in attackers]
     taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest clients]
     who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
     title = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
-    path = run / "attackers.png"
-    return _draw_by_layer(taken, alpha, len(attackers), title=title, ylabel="weight on the attackers", path=path)
+    return _draw_by_layer(alpha, taken, len(attackers), title=title, ylabel="weight on the attackers")
 
 
-def _draw_by_layer(values: Array, alpha: Alpha, senders: int, *, title: str, ylabel: str, path: Path) -> Path:
+def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, ylabel: str) -> Any:
     """Draw `values` [snapshots, layers, clients], and what `senders` clients get by uniform weights."""
     figure, axes = subplots(figsize=(6, 3.6))
     axis = axes[0, 0]
@@ -106,13 +138,10 @@ def _draw_by_layer(values: Array, alpha: Alpha, senders: int, *, title: str, yla
         some = values[:, layer]
         axis.plot(alpha.rounds, some.mean(-1), label=name, color=f"C{layer}")
         axis.fill_between(alpha.rounds, some.min(-1), some.max(-1), alpha=0.1, color=f"C{layer}")
-    uniform = senders / alpha.values.shape[1]
-    axis.axhline(uniform, color="gray", linestyle=":", linewidth=1, label="uniform")
-    axis.set(xlabel="round", ylabel=ylabel, ylim=(0, None))
-    axis.set_title(title, fontsize=9)
-    style_axis(axis)
-    axis.legend(fontsize=8, ncols=2)
-    return save(figure, path)
+    axis.axhline(senders / alpha.values.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
+    axis.set(ylim=(0, None))
+    finish_curves(axis, title, ylabel=ylabel, size=9, columns=2)
+    return figure
 
 
 def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
@@ -126,43 +155,70 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     for position, row in enumerate(shown):
         colour, count = f"C{position}", len(row.folders)
         lines = [read_rounds(folder) for folder in row.folders]
-        curves = [100 * np.array([accuracies(line)["accuracy"]["mean"] for line in one], float) for one in lines]
-        x = [line["round"] for line in lines[0]]
+        curves, x = np.array([_percents(one, "mean") for one in lines]), [line["round"] for line in lines[0]]
         if row.gave_up:
-            for curve in curves:
-                label = f"{row.algorithm} ({row.outcome})" if curve is curves[0] else None
-                axis.plot(x, curve, label=label, color=colour, linestyle="--", linewidth=0.8)
+            labels = [f"{row.algorithm} ({row.outcome})", *[None] * (count - 1)]
+            axis.plot(x, curves.T, label=labels, color=colour, linestyle="--", linewidth=0.8)
             continue
-        mean = np.mean(curves, axis=0)
-        label = f"{row.algorithm} ({count} seed{'s' * (count > 1)})"
-        axis.plot(x, mean, label=label, color=colour, **_marker(x))
+        mean = curves.mean(0)
+        axis.plot(x, mean, label=f"{row.algorithm} ({count} seed{'s' * (count > 1)})", color=colour, **_marker(x))
         if count > 1:
-            spread = np.std(curves, axis=0, ddof=1)
+            spread = curves.std(0, ddof=1)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, color=colour)
     result = shown[0].results[0]
     clients = "honest" if "honest" in result else "all"
     band = ", band: ± standard deviation over seeds" if any(len(row.folders) > 1 for row in shown) else ""
-    axis.set(xlabel="round", ylabel="test accuracy (%)")
-    title = f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}"
-    axis.set_title(title, fontsize=10)
-    style_axis(axis)
-    axis.legend(fontsize=8)
+    finish_curves(axis, f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}")
     return save(figure, path)
 
 
-def style_axis(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
+def draw_federation(federation: Values, name: str, path: Path) -> Path:
+    """Draw clients x classes, beside every client's number of training and test examples."""
+    counts = count_examples(federation)
+    clients, classes = len(counts), counts.shape[2]
+    labels = [shorten(label) for label in federation["classes"]]
+    longest = max(map(len, labels))
+    below = 0.5 if longest <= 3 else 0.5 + 0.075 * longest  # inches below the axis for the names of the classes
+    tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
+    figure, axes = subplots(1, 2, figsize=(wide + 2.4, tall), sharey=True, width_ratios=(wide, 2.2))
+    by_class, sizes = axes[0]
+    key = _draw_classes(figure, by_class, counts.sum(1))
+    _label(by_class.yaxis, [shorten(client) for client in federation["clients"]], most=60)
+    _label(by_class.xaxis, labels, most=110)
+    by_class.tick_params(labelsize=8)
+    by_class.tick_params(axis="x", rotation=0 if longest <= 3 else 90, labelsize=8 if classes <= 60 else 6)
+    by_class.set(xlabel=f"class ({key})", ylabel="client", ylim=(clients - 0.4, -0.6))
+    train, test = counts.sum(2).T
+    sizes.barh(np.arange(clients), train, color="C0", label="training")
+    sizes.barh(np.arange(clients), test, left=train, color="C1", label="test")
+    sizes.set(xlabel="examples")
+    sizes.tick_params(labelsize=8)
+    sizes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*sizes.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=2)
+    figure.suptitle(escape_math(name), fontsize=11)
+    return save(figure, path)
 
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.grid(alpha=0.3)
+
+def _draw_classes(figure: Any, axis: Any, totals: Array) -> str:
+    """Draw bubbles, or a heat map where there are many; return what the marks mean."""
+    clients, classes = totals.shape
+    if totals.size > BUBBLES:
+        some = np.where(totals, totals, np.nan)
+        image = axis.imshow(some, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+        figure.colorbar(image, ax=axis, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
+        axis.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
+        return "white: none"
+    client, label = np.nonzero(totals)
+    areas = 260 * totals[client, label] / totals.max()  # the largest bubble fills its cell
+    colours = {"c": label % 10, "cmap": "tab10", "vmin": 0, "vmax": 9}
+    axis.scatter(label, client, s=areas, alpha=0.85, linewidths=0, **colours)
+    axis.set_xlim(-0.6, classes - 0.4)
+    axis.set_axisbelow(True)
+    axis.grid(alpha=0.25)
+    return f"area: number of examples, largest {totals.max()}"
 
 
-def escape_math(text: str) -> str:
-    """Return `text` so that matplotlib shows dollar signs instead of reading mathematics between them."""
-    return text.replace("$", r"\$")
-
-
-def save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    return path
+def _label(axis: Any, names: list[str], most: int) -> None:
+    """Label at most so many ticks, evenly spread."""
+    ticks = np.arange(0, len(names), -(-len(names) // most))
+    axis.set_ticks(ticks, [escape_math(names[tick]) for tick in ticks])

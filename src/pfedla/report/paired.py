@@ -29,8 +29,7 @@ class Difference(NamedTuple):
         return bool(2 * stdtr(self.seeds - 1, -abs(self.mean / self.error)) < LEVEL)
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f" ± {self.error:.2f}"
-        return f"{self.mean:+.2f}{error} ({self.seeds})"
+        return f"{self.mean:+.2f}{'' if self.error is None else f' ± {self.error:.2f}'} ({self.seeds})"
 
 
 def compare(ours: BySeed, theirs: BySeed) -> Difference | None:
@@ -45,7 +44,7 @@ def compare(ours: BySeed, theirs: BySeed) -> Difference | None:
 
 def find_first(rows: Mapping[str, BySeed]) -> str | None:
     """Return the row with the highest mean, of those with the most seeds."""
-    most = max((len(values) for values in rows.values()), default=0)
+    most = max(map(len, rows.values()), default=0)
     means = {row: statistics.mean(values.values()) for row, values in rows.items() if len(values) == most > 0}
     return max(means, key=lambda row: means[row]) if means else None
 
@@ -53,8 +52,5 @@ def find_first(rows: Mapping[str, BySeed]) -> str | None:
 def find_supported_first(rows: Mapping[str, BySeed]) -> str | None:
     """Return the first row if it is ahead of every other row and the test supports each of these leads."""
     first = find_first(rows)
-    others = [values for row, values in rows.items() if row != first and values]
-    if first is None or not others:
-        return None
-    leads = [compare(rows[first], values) for values in others]
-    return first if all(lead and lead.mean > 0 and lead.is_supported for lead in leads) else None
+    leads = [compare(rows[first], values) for row, values in rows.items() if first and row != first and values]
+    return first if leads and all(lead and lead.mean > 0 and lead.is_supported for lead in leads) else None

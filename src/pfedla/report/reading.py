@@ -1,10 +1,8 @@
-"""Read run folders: result.json, rounds.jsonl, alpha.safetensors, federation.json. Without torch.
-
-result.json carries "format": 2. A file without it is of format 1, and is read too.
-"""
+"""Read run folders without torch: result.json, rounds.jsonl, alpha.safetensors, federation.json. Formats 1 and 2."""
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +15,9 @@ from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object
 
 Array = npt.NDArray[Any]
-FORMAT = 2
+Values = dict[str, Any]
+FORMAT = 2  # of result.json; a file of format 1 does not name it
+MIB = 2**20
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -27,37 +27,35 @@ Failures = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[str, Count]]
 
 def _shape(**fields: Any) -> Any:
     """Return a model that checks these keys and ignores others; (type, default) makes a key optional."""
-    made: dict[str, Any] = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
+    made: Values = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
     return create_model("Shape", __config__=ConfigDict(strict=True), **made)
 
 
-_SPREAD = dict.fromkeys(SPREAD, Share | None)
-_TRAFFIC = {"down_bytes": Count, "up_bytes": Count}
+_SPREAD, _TRAFFIC = dict.fromkeys(SPREAD, Share | None), {"down_bytes": Count, "up_bytes": Count}
 _Spread, _PerClient = _shape(**_SPREAD), _shape(**_SPREAD, per_client=list[Share | None])
-_ACCURACIES = {"accuracy": _Spread, "accuracy_after_training": _Spread}
+_ACCURACIES = dict.fromkeys(("accuracy", "accuracy_after_training"), _Spread)
 _Result = _shape(
     format=(Annotated[int, Field(ge=1, le=FORMAT)], 1),
     **dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str),
     **dict.fromkeys(("clients", "seed", "refused_uploads"), Count),
+    **dict.fromkeys(("accuracy", "accuracy_after_training"), _PerClient),
     overlapping=bool,
     leaked_test_share=Share,
     rounds=Annotated[int, Field(ge=1)],
-    accuracy=_PerClient,
-    accuracy_after_training=_PerClient,
     traffic=_shape(**_TRAFFIC),
     seconds=_shape(total=Seconds, phases=dict[str, Seconds]),
     failures=Failures,
-    faults=dict[str, Any],
+    faults=Values,
     attackers=(list[Any], []),
     honest=(_shape(**_ACCURACIES) | None, None),
     unseen=(_shape(**_ACCURACIES, accuracy_before=_Spread, accuracy_alone=_Spread, clients=list[Any]) | None, None),
 )
 _Round = _shape(
     **_TRAFFIC,
+    **dict.fromkeys(("loss", "training_loss"), float | None),
     round=Annotated[int, Field(ge=1)],
     accuracy=_Spread,
     accuracy_after_training=Share | None,
-    **dict.fromkeys(("loss", "training_loss"), float | None),
     seconds=dict[str, Seconds],
     cohort=list[Count],
     retained=dict[str, Count],
@@ -66,18 +64,20 @@ _Round = _shape(
 )
 
 
-class Alpha(NamedTuple):
-    values: Array  # [snapshots, receivers, layers, senders]
-    layers: list[str]
-    rounds: list[int]  # of the snapshots; 0 is the start
+def _check(validate: Callable[[Any], Any], content: Any, path: Path) -> None:
+    try:
+        validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise PfedlaError(f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> Values:
     """Return the checked content of a result.json. The algorithm has its present name."""
     content = read_object(path)
-    _check(_Result, content, path)
+    _check(_Result.model_validate, content, path)
     if "format" not in content and (path.parent / "experiment.toml").exists():
-        content["algorithm"] = algorithm_name(read_experiment(path.parent)["algorithm"])
+        content["algorithm"] = algorithm_name(read_experiment(path.parent))
     return content
 
 
@@ -89,18 +89,25 @@ def round_of(line: str) -> int | None:
         return None
 
 
-def read_rounds(run: Path) -> list[dict[str, Any]]:
+def read_rounds(run: Path) -> list[Values]:
     """Return the evaluated rounds so far. A last line that is still being written is left out."""
     path = run / "rounds.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    try:
-        rounds = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise PfedlaError(f"{path} is damaged: {error}") from None
-    for content in rounds:
-        _check(_Round, content, path)
-    return rounds
+    for line in lines:
+        _check(_Round.model_validate_json, line, path)
+    return [json.loads(line) for line in lines]
+
+
+class Alpha(NamedTuple):
+    values: Array  # [snapshots, receivers, layers, senders]
+    layers: list[str]
+    rounds: list[int]  # of the snapshots; 0 is the start
+
+    @property
+    def own(self) -> Array:
+        """The self-weights [snapshots, layers, clients]."""
+        return np.diagonal(self.values, axis1=1, axis2=3)
 
 
 def read_alpha(run: Path) -> Alpha | None:
@@ -116,7 +123,7 @@ def read_alpha(run: Path) -> Alpha | None:
         raise PfedlaError(f"{path} is damaged: {error!r:.200}") from None
 
 
-def read_experiment(run: Path) -> dict[str, Any]:
+def read_experiment(run: Path) -> Values:
     """Return experiment.toml as it was written."""
     path = run / "experiment.toml"
     if not path.exists():
@@ -127,27 +134,19 @@ def read_experiment(run: Path) -> dict[str, Any]:
         raise PfedlaError(f"{path} is damaged: {error}") from None
 
 
-def read_federation(run: Path) -> dict[str, Any]:
+def read_federation(run: Path) -> Values:
     if not (run / "federation.json").exists():
         raise PfedlaError(f"{run} has no federation.json yet: the run has just started; try again in a moment")
     return read_object(run / "federation.json")
 
 
-def algorithm_name(section: dict[str, Any]) -> str:
-    """Return the present name of an algorithm: in format 1 the held-out rule was an option of pfedla."""
+def algorithm_name(experiment: Values) -> str:
+    """Return the present name of the algorithm: in format 1 the held-out rule was an option of pfedla."""
+    section = experiment["algorithm"]
     return "pfedla-heldout" if section.get("rule") == "held-out" else str(section["name"])
 
 
-def label_counts(federation: dict[str, Any]) -> Array | None:
-    """Return the training examples [clients, classes] of a federation.json; None where they are unknown."""
-    counts = np.array(federation["train"])
-    return counts if counts.ndim == 2 else None
-
-
-def _check(model: Any, content: Any, path: Path) -> None:
-    try:
-        model.model_validate(content)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise PfedlaError(f"{path} is damaged: {where}: {problem['msg']}") from None
+def honest_part(result: Values) -> Values:
+    """Return the part of a result or line that has its accuracies: the honest clients', if some attack."""
+    found: Values = result.get("honest", result)
+    return found

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pfedla.core.errors import PfedlaError
-from pfedla.report.page import render_page
-from pfedla.report.page_data import collect_page_data, sign
+from pfedla.report.page import collect_page_data, render_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WATCHED = ("rounds.jsonl", "alpha.safetensors", "result.json")
 
 
 class Watcher(ThreadingHTTPServer):
@@ -24,8 +24,7 @@ class Watcher(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[Path], host: str, port: int) -> None:
         self.runs = runs
-        self._lock = Lock()
-        self._known: tuple[str, dict[str, Any]] = ("", {})  # the last signature of the runs, and their data
+        self._lock, self._data = Lock(), {"live": ""}
         self.data()  # refuses what is not a run before the server starts
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -35,13 +34,21 @@ class Watcher(ThreadingHTTPServer):
             raise PfedlaError(f"cannot serve at {host}:{port}: {error}. Choose another --port") from None
 
     def data(self) -> dict[str, Any]:
+        """Return the page's data, read anew if a file of the runs has changed; "live" is their ETag."""
         with self._lock:
-            now = sign(self.runs)
-            if now != self._known[0]:
-                data = collect_page_data(self.runs)
-                data["live"] = f'"{hashlib.sha256(now.encode()).hexdigest()[:32]}"'
-                self._known = (now, data)
-            return self._known[1]
+            stamps = repr([_stamp(run / name) for run in self.runs for name in WATCHED])
+            tag = f'"{hashlib.sha256(stamps.encode()).hexdigest()[:32]}"'
+            if tag != self._data["live"]:
+                self._data = collect_page_data(self.runs) | {"live": tag}
+            return self._data
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:  # not there yet, or removed: a run that is resumed removes its result
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -52,21 +59,28 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_local_name():
             self.send_error(403, "this page is served under local names only")
-            return
-        if self.path not in ("/", "/data.json"):
+        elif self.path not in ("/", "/data.json"):
             self.send_error(404)
-            return
-        try:
-            data = self.server.data()
-        except PfedlaError as error:  # the folder was moved or damaged
-            self.send_error(503, str(error).splitlines()[0].encode("ascii", "replace").decode())
-            return
-        if self.headers.get("If-None-Match") == data["live"]:
-            self._answer(304, "application/json", b"", data["live"])
-        elif self.path == "/":
-            self._answer(200, "text/html; charset=utf-8", render_page(data).encode(), data["live"])
         else:
-            self._answer(200, "application/json", json.dumps(data, allow_nan=False).encode(), data["live"])
+            try:
+                self._answer(self.server.data())
+            except PfedlaError as error:  # the folder was moved or damaged
+                self.send_error(503, str(error).splitlines()[0].encode("ascii", "replace").decode())
+
+    def _answer(self, data: dict[str, Any]) -> None:
+        headers = {"ETag": data["live"], "Cache-Control": "no-cache"}
+        headers |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        is_page, body = self.path == "/", b""
+        is_known = self.headers.get("If-None-Match") == data["live"]
+        if not is_known:
+            body = (render_page(data) if is_page else json.dumps(data, allow_nan=False)).encode()
+            kind = "text/html; charset=utf-8" if is_page else "application/json"
+            headers |= {"Content-Type": kind, "Content-Length": str(len(body))}
+        self.send_response(304 if is_known else 200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
 
     def _is_local_name(self) -> bool:
         """Refuse foreign host names: a page elsewhere could point its name here and read the runs."""
@@ -76,18 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
         except ValueError:
             return False
-
-    def _answer(self, status: int, kind: str, body: bytes, tag: str) -> None:
-        self.send_response(status)
-        if status == 200:
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", tag)
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""

@@ -6,10 +6,9 @@ the grid does not say "auto". Settings that it lacks count as their defaults.
 
 import json
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pfedla
 from pfedla import algorithms
@@ -17,7 +16,6 @@ from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Sto
 from pfedla.core.files import read_object, write_text
 from pfedla.data import datasets
 from pfedla.report.reading import read_alpha, read_federation, read_result, read_rounds
-from pfedla.reproduction.accounting import saved_bytes
 from pfedla.reproduction.grid import Cell, Grid, Values, Wanted, flatten, list_cells, list_names
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
@@ -28,12 +26,11 @@ from pfedla.runs.run import Run
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
 FORMAT = 2  # of results.json; 1 had no "format"
 SNAPSHOTS = 21  # of alpha in a summary, at most
-RUN_BY = ("torch", "cpu", "cpu_model", "python")
+MACHINE = ("torch", "cpu", "cpu_model")  # a repetition on the same has the same bits
 FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A cell of a results.json, of any format."""
 
     content: Values
@@ -47,9 +44,7 @@ class Stored:
 
 def read_cells(path: Path) -> list[Stored]:
     """Return all cells of a results.json; experiments of format 1 are translated."""
-    if not path.exists():
-        return []
-    summary = read_object(path)
+    summary = read_object(path) if path.exists() else {"cells": []}
     return [_restore(cell) for cell in [*summary["cells"], *summary.get("other_cells", [])]]
 
 
@@ -68,19 +63,11 @@ def _restore(cell: Values) -> Stored:
 
 
 def find_stored(folder: Path, grid: Grid) -> list[Stored]:
-    """Return the cells of the summary in `folder`, then of the others beside it: tables share runs."""
-    others = [name for name in list_names() if name != folder.name]
-    shared = [stored for name in others for stored in read_cells(folder.parent / name / SUMMARY)]
-    return [*read_cells(folder / SUMMARY), *(stored for stored in shared if _is_enough(stored.content, grid))]
-
-
-def _is_enough(cell: Values, grid: Grid) -> bool:
-    """Whether another table's cell has everything that this table shows."""
-    if "reason" in cell:
-        return True
-    if grid.form == "retained" and cell["experiment"]["algorithm"].get("retained_layers"):
-        return "saved_bytes" in cell
-    return grid.form not in FORMS_WITH_ALPHA or "alpha" in cell
+    """Return the cells of the summary in `folder`, then those of the summaries beside it: tables share runs."""
+    needs_alpha = grid.form in FORMS_WITH_ALPHA
+    others = [one for name in list_names() if name != folder.name for one in read_cells(folder.parent / name / SUMMARY)]
+    enough = [one for one in others if "reason" in one.content or "alpha" in one.content or not needs_alpha]
+    return [*read_cells(folder / SUMMARY), *enough]
 
 
 def match(cell: Cell, stored: Iterable[Stored]) -> Stored | None:
@@ -97,11 +84,10 @@ def run_missing(
     cells: Sequence[Cell],
     display: Display,
     stopping: Callable[[], bool] = lambda: False,
-    stored: Collection[Stored] = (),
+    stored: Sequence[Stored] = (),
 ) -> None:
     """Run every cell that is neither in `runs` nor stored. A run that was stopped is resumed."""
-    known = {cell.folder for cell in cells if match(cell, stored)}
-    missing = [cell for cell in cells if cell.folder not in known and not is_done(runs, cell)]
+    missing = [cell for cell in cells if not is_done(runs, cell) and not match(cell, stored)]
     for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
         if not datasets.state_of(name).here:
             datasets.load(name)  # raises before hours are spent on the others
@@ -150,34 +136,24 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     before, stored = read_cells(folder / SUMMARY), find_stored(folder, grid)
     seeds = {*(wanted.seeds or grid.seeds), *(one.content["seed"] for one in before)}
-    everything = Wanted(seeds=sorted(seeds), rounds=wanted.rounds, paper_budget=wanted.paper_budget)
-    asked, now = list_cells(grid, everything), {cell.folder for cell in list_cells(grid, wanted)}
+    asked = list_cells(grid, Wanted(seeds=sorted(seeds), rounds=wanted.rounds, paper_budget=wanted.paper_budget))
+    now = {cell.folder for cell in list_cells(grid, wanted)}
+    left_out = () if grid.form in FORMS_WITH_ALPHA else ("alpha",)
     found: list[Values] = []
     for cell in asked:
         if cell.folder in now and is_done(runs, cell):
             found.append(summarise_cell(runs / cell.folder, cell, grid))
-        elif (one := match(cell, stored if cell.folder in now else before)) is not None:
-            left_out = () if grid.form in FORMS_WITH_ALPHA else ("alpha",)
-            found.append({key: value for key, value in one.content.items() if key not in left_out} | place_of(cell))
+        elif one := match(cell, stored if cell.folder in now else before):
+            found.append({key: value for key, value in one.content.items() if key not in left_out} | cell.place)
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
-    summary: Values = {
-        "format": FORMAT,
-        "name": name,
-        "title": grid.title,
-        "form": grid.form,
-        "columns": columns,
-        "rows": rows,
-        "layers": {column.name: column.layer for column in grid.columns if column.layer},
-        "other_cells": [one.content for one in before if not any(one.is_of(cell) for cell in asked)],
-        "cells": found,
-    }
+    summary: Values = {"format": FORMAT, "name": name, "title": grid.title, "form": grid.form}
+    summary |= {"columns": columns, "rows": rows}
+    summary["layers"] = {column.name: column.layer for column in grid.columns if column.layer}
+    summary["other_cells"] = [one.content for one in before if not any(one.is_of(cell) for cell in asked)]
+    summary["cells"] = found
     write_text(folder / SUMMARY, _format_summary(summary))
     return summary
-
-
-def place_of(cell: Cell) -> Values:
-    return {"row": cell.row, "column": cell.column, "seed": cell.experiment.seed, "run": cell.folder}
 
 
 def _format_summary(summary: Values) -> str:
@@ -191,15 +167,14 @@ def _format_summary(summary: Values) -> str:
 
 def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
     """Return what results.json keeps of a run."""
-    place = place_of(cell)
     if not (run / RESULT).exists():
         asked = cell.experiment.model_dump(exclude={"rounds"})
-        return {**place, **read_object(run / REASON), "experiment": asked, "rounds": cell.experiment.rounds}
-    result = read_result(run / RESULT)
-    experiment = Experiment.parse(read_toml(run / EXPERIMENT))
-    machine, lines = read_object(run / "environment.json"), read_rounds(run)
+        return {**cell.place, **read_object(run / REASON), "experiment": asked, "rounds": cell.experiment.rounds}
+    result, lines = read_result(run / RESULT), read_rounds(run)
+    experiment, machine = Experiment.parse(read_toml(run / EXPERIMENT)), read_object(run / "environment.json")
+    retained = dict.fromkeys(layer for line in lines for layer in line["retained"])
     summary = {
-        **place,
+        **cell.place,
         "accuracy": result["accuracy"],
         "accuracy_after_training": result["accuracy_after_training"]["mean"],
         "traffic": result["traffic"],
@@ -207,21 +182,13 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         "leaked_test_share": result["leaked_test_share"],
         "refused_uploads": result["refused_uploads"],
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
-        "retained": _count_retained(lines),
+        "retained": {layer: sum(line["retained"].get(layer, 0) for line in lines) for layer in retained},
         "seconds": round(result["seconds"]["total"], 1),
-        "run_by": read_object(run / COMMIT) | {key: machine[key] for key in RUN_BY if key in machine},
+        "run_by": read_object(run / COMMIT) | {key: machine[key] for key in (*MACHINE, "python") if key in machine},
         "experiment": experiment.model_dump(exclude={"rounds", "checkpoint", "faults", "uploads"}),
         "rounds": experiment.rounds,
     }
-    if (saved := saved_bytes(experiment, result)) is not None:
-        summary["saved_bytes"] = {"sent": saved}
     return {**summary, "alpha": _thin_alpha(run)} if grid.form in FORMS_WITH_ALPHA else summary
-
-
-def _count_retained(lines: list[Values]) -> dict[str, int]:
-    """Return how often each layer was retained, over the rounds that have a line."""
-    layers = dict.fromkeys(layer for line in lines for layer in line["retained"])
-    return {layer: sum(line["retained"].get(layer, 0) for line in lines) for layer in layers}
 
 
 def _thin_alpha(run: Path) -> Values | None:
@@ -241,8 +208,7 @@ def _thin_alpha(run: Path) -> Values | None:
 def ran_here(cell: Values) -> bool:
     """Whether a cell was run with this torch on this model of CPU, so that a repetition has the same bits."""
     machine = describe_environment()
-    keys = ("torch", "cpu", "cpu_model")
-    return bool(machine["cpu_model"]) and all(cell["run_by"].get(key) == machine[key] for key in keys)
+    return bool(machine["cpu_model"]) and all(cell["run_by"].get(key) == machine[key] for key in MACHINE)
 
 
 def list_differences(before: Values, again: Values) -> list[str]:

@@ -6,13 +6,13 @@ Rows (a method and its options) times columns (a data set, a number of clients) 
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 import pfedla
 from pfedla import algorithms
@@ -22,7 +22,6 @@ from pfedla.core.settings import AUTO, Section
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.overrides import overlay
 
-GRID, PAPER = "grid.toml", "paper.toml"
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
 Values = dict[str, Any]
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
@@ -73,6 +72,11 @@ class Cell:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.label}-{digest}"
 
+    @property
+    def place(self) -> Values:
+        """Where the cell stands in results.json."""
+        return {"row": self.row, "column": self.column, "seed": self.experiment.seed, "run": self.folder}
+
     @cached_property
     def settings(self) -> Values:
         return flatten(self.experiment)
@@ -85,8 +89,7 @@ class Cell:
 def flatten(experiment: Experiment) -> Values:
     """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
     may_differ: Any = {"checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
-    values = experiment.model_dump(exclude=may_differ)
-    section = experiment.algorithm
+    values, section = experiment.model_dump(exclude=may_differ), experiment.algorithm
     values["algorithm"] = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
     flat: Values = {}
     for key, value in values.items():
@@ -102,22 +105,18 @@ def home() -> Path:
 
 
 def list_names() -> list[str]:
-    return sorted(path.parent.name for path in home().glob(f"*/{GRID}"))
+    return sorted(path.parent.name for path in home().glob("*/grid.toml"))
 
 
 def load_grid(name: str) -> Grid:
     if name not in list_names():
         raise unknown("experiment", name, list_names())
-    path = home() / name / GRID
-    try:
-        return Grid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise PfedlaError(f"{path}: {error}") from None
+    return Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
 
 
 def load_paper(name: str) -> Paper:
     """Return the paper's numbers."""
-    path = home() / name / PAPER
+    path = home() / name / "paper.toml"
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
@@ -134,16 +133,24 @@ class Wanted:
 
 
 def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B008 (frozen)
-    """Return the cells seed by seed, so that a table is complete as early as possible."""
-    _check(grid, wanted)
+    """Return the wanted cells seed by seed, so that a table is complete as early as possible."""
+    pairs = [(row, column) for column in grid.columns for row in grid.rows if row.name in (column.only or [row.name])]
+    seeds = wanted.seeds or grid.seeds
     found = [
-        cell
-        for seed in wanted.seeds or grid.seeds
-        for column in grid.columns
-        for row in grid.rows
-        if not column.only or row.name in column.only
-        if _is_wanted(cell := Cell(row.name, column.name, _compose(grid, row, column, seed, wanted)), wanted)
+        Cell(row.name, column.name, _compose(grid, row, column, one, wanted)) for one in seeds for row, column in pairs
     ]
+    words: dict[str, tuple[Collection[Any], Callable[[Cell], set[Any]]]] = {
+        "data set": (wanted.datasets, lambda cell: {cell.experiment.data.dataset}),
+        "method": (wanted.methods, lambda cell: {cell.row, cell.experiment.algorithm.name}),
+        "number of clients": (wanted.clients, lambda cell: {cell.experiment.data.clients}),
+    }
+    every = found
+    for kind, (asked, words_of) in words.items():
+        there = sorted(str(word) for word in set().union(*map(words_of, every)))
+        for word in asked:
+            if str(word) not in there:
+                raise unknown(f"{kind} in this experiment", word, there)
+        found = [cell for cell in found if not asked or words_of(cell) & set(asked)]
     if not found:
         raise PfedlaError("no cell of this experiment has the data set, method and clients that were asked for")
     return found
@@ -156,27 +163,3 @@ def _compose(grid: Grid, row: Row, column: Column, seed: int, wanted: Wanted) ->
     for part in (grid.experiment, column.experiment, budget, row.experiment, own):
         values = overlay(values, part)
     return Experiment.parse(values if wanted.rounds is None else {**values, "rounds": wanted.rounds})
-
-
-def _is_wanted(cell: Cell, wanted: Wanted) -> bool:
-    one = cell.experiment
-    return (
-        (not wanted.datasets or one.data.dataset in wanted.datasets)
-        and (not wanted.methods or bool({cell.row, one.algorithm.name} & set(wanted.methods)))
-        and (not wanted.clients or one.data.clients in wanted.clients)
-    )
-
-
-def _check(grid: Grid, wanted: Wanted) -> None:
-    """Refuse a word that fits nothing in the grid."""
-    every = [_compose(grid, row, column, 0, Wanted()) for column in grid.columns for row in grid.rows]
-    methods = [*(row.name for row in grid.rows), *(one.algorithm.name for one in every)]
-    choices: dict[str, tuple[Collection[object], list[str]]] = {
-        "data set": (wanted.datasets, [one.data.dataset for one in every]),
-        "method": (wanted.methods, methods),
-        "number of clients": (wanted.clients, [str(one.data.clients) for one in every if one.data.clients != AUTO]),
-    }
-    for kind, (asked, there) in choices.items():
-        for word in asked:
-            if str(word) not in there:
-                raise unknown(f"{kind} in this experiment", word, dict.fromkeys(there))

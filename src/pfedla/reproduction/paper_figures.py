@@ -1,12 +1,13 @@
 """The paper's figures from results.json, as PDF and PNG."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pfedla.report.figures import save, style_axis, subplots
+from pfedla.report.figures import finish_curves, panels, save, subplots
+from pfedla.report.reading import Array
 from pfedla.reproduction.grid import Paper
 from pfedla.reproduction.paper_tables import Entry, collect_entries
 from pfedla.reproduction.paper_weights import (
@@ -17,15 +18,24 @@ from pfedla.reproduction.paper_weights import (
     average_self_weights,
     group_alpha,
     group_cells,
-    layer_of,
+    layers_in,
 )
 
 
+def draw_bars(axis: Any, labels: Sequence[str], series: Mapping[str, Array], **options: Any) -> None:
+    """Draw the values of every series as bars side by side above each label."""
+    width = 0.8 / len(series)
+    for position, (name, values) in enumerate(series.items()):
+        offset = width * (position - (len(series) - 1) / 2)
+        axis.bar(np.arange(len(labels)) + offset, values, width, label=name, **options)
+    axis.set_xticks(range(len(labels)), labels)
+
+
 def draw_heatmap(summary: Summary, paper: Paper) -> Any:
-    panels = group_alpha(summary)
-    figure, axes = subplots(1, len(panels), figsize=(3.1 * len(panels) + 0.6, 3.3))
-    for axis, (panel, cells) in zip(axes.flat, panels.items(), strict=True):
-        layer = layer_of(summary, cells)
+    found = group_alpha(summary)
+    figure, axes = panels(len(found), len(found), (3.1, 3.3), (0.6, 0))
+    for axis, (panel, cells) in zip(axes, found.items(), strict=True):
+        layer = summary["layers"][cells[0]["column"]]
         weights = average_map(cells, layer)
         image = axis.imshow(weights, cmap="YlGnBu", vmin=0, interpolation="nearest")
         figure.colorbar(image, ax=axis, shrink=0.8)
@@ -35,15 +45,14 @@ def draw_heatmap(summary: Summary, paper: Paper) -> Any:
 
 
 def draw_evolution(summary: Summary, paper: Paper) -> Any:
-    panels = group_alpha(summary)
-    size = (3.4 * len(PERIODS), 2.3 * len(panels))
-    figure, axes = subplots(len(panels), len(PERIODS), figsize=size, sharex="row", sharey="row")
-    for line, (panel, cells) in zip(axes, panels.items(), strict=True):
-        whose, layers = average_by_period(cells)
+    found = group_alpha(summary)
+    size = (3.4 * len(PERIODS), 2.3 * len(found))
+    figure, axes = subplots(len(found), len(PERIODS), figsize=size, sharex="row", sharey="row")
+    for line, (panel, cells) in zip(axes, found.items(), strict=True):
+        whose = average_by_period(cells)
         for position, (axis, period) in enumerate(zip(line, PERIODS, strict=True)):
-            for offset, (name, values) in enumerate(whose.items()):
-                axis.bar(np.arange(len(layers)) + 0.2 * offset - 0.3, values[position], 0.2, label=name)
-            axis.set_xticks(range(len(layers)), layers, fontsize=8)
+            draw_bars(axis, layers_in(cells), {name: values[position] for name, values in whose.items()})
+            axis.tick_params(axis="x", labelsize=8)
             axis.set_title(f"{panel}, {period} period", fontsize=9)
             axis.grid(alpha=0.3, axis="y")
         line[0].set_ylabel("weight for the target")
@@ -52,32 +61,30 @@ def draw_evolution(summary: Summary, paper: Paper) -> Any:
 
 
 def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
-    panels = group_alpha(summary)
-    figure, axes = subplots(1, len(panels), figsize=(4 * len(panels), 3))
-    for axis, (panel, cells) in zip(axes.flat, panels.items(), strict=True):
-        own, layers = average_self_weights(cells)
-        largest = int(own.argmax())
-        axis.bar(layers, own, color=["C1" if position == largest else "C0" for position in range(len(layers))])
-        axis.set(title=f"{panel}: largest for {layers[largest]}", ylabel="self-weight of the target", ylim=(0, 1))
+    found = group_alpha(summary)
+    figure, axes = panels(len(found), len(found), (4, 3))
+    for axis, (panel, cells) in zip(axes, found.items(), strict=True):
+        own, layers = average_self_weights(cells), layers_in(cells)
+        draw_bars(axis, layers, {"": own}, color=np.where(own == own.max(), "C1", "C0"))
+        title = f"{panel}: largest for {layers[int(own.argmax())]}"
+        axis.set(title=title, ylabel="self-weight of the target", ylim=(0, 1))
         axis.grid(alpha=0.3, axis="y")
     return figure
 
 
 def draw_toy(summary: Summary, paper: Paper) -> Any:
     """Draw (a) the accuracy of every client, (b) the self-weights of client 1, by row."""
-    figure, axes = subplots(1, 2, figsize=(9, 3.2))
-    left, right = axes[0]
+    figure, (left, right) = panels(2, 2, (4.5, 3.2))
     ((column, rows),) = group_cells(summary).items()
-    for position, (row, cells) in enumerate(rows.items()):
-        offset = 0.4 * position - 0.2
-        accuracy = 100 * np.mean([cell["accuracy"]["per_client"] for cell in cells], axis=0)
-        own, layers = average_self_weights(cells)
-        left.bar(np.arange(len(accuracy)) + offset, accuracy, 0.4, label=f"{row} ({_count_seeds(len(cells))})")
-        right.bar(np.arange(len(layers)) + offset, own, 0.4)
+    accuracies, weights = {}, {}
+    for row, cells in rows.items():
+        label = f"{row} ({_count_seeds(len(cells))})"
+        accuracies[label] = 100 * np.mean([cell["accuracy"]["per_client"] for cell in cells], axis=0)
+        weights[label] = average_self_weights(cells)
+    draw_bars(left, [str(client + 1) for client in range(len(accuracies[label]))], accuracies)
+    draw_bars(right, layers_in(cells), weights)
     left.set(title=f"(a) {column}, last round", xlabel="client", ylabel="test accuracy (%)")
-    left.set_xticks(range(len(accuracy)), [str(client + 1) for client in range(len(accuracy))])
     right.set(title="(b) self-weight of client 1, last round", ylabel="weight")
-    right.set_xticks(range(len(layers)), layers)
     left.legend(fontsize=8)
     return figure
 
@@ -85,8 +92,8 @@ def draw_toy(summary: Summary, paper: Paper) -> Any:
 def draw_options(summary: Summary, paper: Paper) -> Any:
     """Draw the accuracy by k or K (rows "name, k = 3"): a line per name, and the paper's; dashed: MiB."""
     entries = collect_entries(summary)
-    figure, axes = subplots(1, len(entries), figsize=(4.4 * len(entries), 3.2))
-    for axis, (column, rows) in zip(axes.flat, entries.items(), strict=True):
+    figure, axes = panels(len(entries), len(entries), (4.4, 3.2))
+    for axis, (column, rows) in zip(axes, entries.items(), strict=True):
         right = axis.twinx() if summary["form"] == "retained" else None
         lines: dict[str, dict[str, Entry]] = {}
         for row, entry in rows.items():
@@ -94,16 +101,16 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             lines.setdefault(name, {})[number] = entry
         for position, (name, line) in enumerate(lines.items()):
             theirs = [paper.get(column, {}).get(f"{name} = {number}", {}).get("mean") for number in line]
-            means, spread = ([entry.mean for entry in line.values()], [entry.std or 0 for entry in line.values()])
+            means, numbers = np.array([entry.mean for entry in line.values()], float), list(line)
             style = {"color": f"C{position}", "marker": "o"}
-            if any(means):
-                numbers = np.array(means, float)
-                axis.errorbar(list(line), numbers, spread, capsize=3, label=f"ours: {name}", **style)
+            if np.isfinite(means).any():
+                spread = [entry.std or 0 for entry in line.values()]
+                axis.errorbar(numbers, means, spread, capsize=3, label=f"ours: {name}", **style)
             if any(theirs):
-                axis.plot(list(line), np.array(theirs, float), "s:", color="gray", label="paper")
-            if right is not None and any(means):
+                axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
+            if right is not None and np.isfinite(means).any():
                 sent = np.array([entry.mib for entry in line.values()], float)
-                right.plot(list(line), sent, linestyle="--", markersize=3, linewidth=0.8, **style)
+                right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
         if right is not None:
             right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
         axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel="test accuracy (%)")
@@ -117,27 +124,24 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
 
     A row that gave up on a seed has no mean: its other seeds are drawn one by one.
     """
-    found, entries = group_cells(summary), collect_entries(summary)
+    found = {
+        column: rows for column, rows in collect_entries(summary).items() if any(one.cells for one in rows.values())
+    }
     across = min(4, len(found))
-    down = -(-len(found) // across)
-    figure, axes = subplots(down, across, figsize=(4 * across, 3.2 * down))
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
+    figure, axes = panels(len(found), 4, (4, 3.2))
     legend: dict[str, tuple[Any, list[int]]] = {}  # by row: a line of it, and its seeds by panel
-    for axis, (column, rows) in zip(axes.flat, found.items(), strict=False):
-        for position, row in enumerate(summary["rows"]):
-            if row not in rows:
+    for axis, (column, rows) in zip(axes, found.items(), strict=True):
+        for position, (row, entry) in enumerate(rows.items()):
+            if not entry.cells:
                 continue
-            curves = [np.array(cell["curve"], float) for cell in rows[row]]
+            curves = np.array([cell["curve"] for cell in entry.cells], float)  # [seeds, rounds, (round, accuracy)]
             width = 2.2 if row.startswith(("pFedLA", "HeurpFedLA")) else 1.2
             style = {"color": f"C{position % 10}", "linestyle": "-" if position < 10 else "--", "linewidth": width}
-            shown = curves if entries[column][row].gave_up else [np.mean(curves, axis=0)]
-            for curve in shown:
-                (line,) = axis.plot(curve[:, 0], 100 * curve[:, 1], **style)
+            shown = curves if entry.gave_up else curves.mean(0, keepdims=True)
+            line, *_ = axis.plot(shown[0, :, 0], 100 * shown[..., 1].T, **style)
             legend.setdefault(row, (line, []))[1].append(len(curves))
-        axis.set(title=column, xlabel="round", ylabel="test accuracy (%)")
-        style_axis(axis)
-    labels = [f"{row} ({_count_seeds(*legend[row][1])})" for row in legend]
+        finish_curves(axis, column, size=12, columns=0)
+    labels = [f"{row} ({_count_seeds(*counts)})" for row, (_, counts) in legend.items()]
     lines = [line for line, _ in legend.values()]
     figure.legend(lines, labels, loc="outside lower center", fontsize=8, ncols=2 * across)
     return figure

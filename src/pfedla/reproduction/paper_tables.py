@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pfedla.core.layers import Layers
+from pfedla.core.models import build_model, model_for
+from pfedla.core.rounds import plan_traffic
+from pfedla.data.datasets import find
 from pfedla.report.paired import compare, find_first, find_supported_first
-from pfedla.report.tables import MIB, markdown_table
-from pfedla.reproduction.grid import Paper
+from pfedla.report.reading import MIB
+from pfedla.report.tables import markdown_table, show_mean
+from pfedla.reproduction.grid import Grid, Paper
 from pfedla.reproduction.paper_weights import Summary, tabulate_weights
 
 NOTE = (
@@ -28,63 +35,103 @@ class Entry:
     """A row in a column, over the seeds."""
 
     accuracies: dict[int, float] = field(default_factory=dict)  # seed -> % of the personal models, mean of clients
-    mib: float | None = None  # down and up, mean over the seeds
-    saved_mib: float | None = None  # of the download, by retained layers
     gave_up: int = 0  # on how many seeds
     reason: str = ""
+    cells: list[Summary] = field(default_factory=list)  # those with a result
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """The accuracies; none for a method that gave up on a seed, which has no mean."""
+        return {} if self.gave_up else self.accuracies
 
     @property
     def mean(self) -> float | None:
-        return statistics.mean(self.accuracies.values()) if self.accuracies and not self.gave_up else None
+        return statistics.mean(self.by_seed.values()) if self.by_seed else None
 
     @property
     def std(self) -> float | None:
-        has_std = len(self.accuracies) > 1 and not self.gave_up
-        return statistics.stdev(self.accuracies.values()) if has_std else None
+        return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else None
+
+    @property
+    def mib(self) -> float | None:
+        """Down and up, mean over the seeds."""
+        sent = [(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"]) / MIB for cell in self.cells]
+        return statistics.mean(sent) if sent else None
+
+    @property
+    def saved_mib(self) -> float | None:
+        """What retained layers saved of the download, mean over the seeds."""
+        saved = [mib for cell in self.cells if (mib := compute_saved_mib(cell)) is not None]
+        return statistics.mean(saved) if saved else None
 
     def __str__(self) -> str:
         if self.gave_up:
             return f"gave up on {self.gave_up} of {self.gave_up + len(self.accuracies)} seeds"
-        if self.mean is None:
+        if not self.accuracies:
             return "–" if self.reason else "not run"
-        return f"{self.mean:.2f}" + (f" ± {self.std:.2f} ({len(self.accuracies)})" if self.std is not None else "")
+        return show_mean(self.accuracies.values(), 2) + f" ({len(self.accuracies)})" * (len(self.accuracies) > 1)
 
 
-Entries = dict[str, dict[str, Entry]]  # column -> row
-
-
-def collect_entries(summary: Summary) -> Entries:
-    """Return all rows of the columns that have any cell."""
+def collect_entries(summary: Summary) -> dict[str, dict[str, Entry]]:
+    """Return all rows of the columns that have any cell, by column and row."""
     found: dict[str, dict[str, list[Summary]]] = {column: {} for column in summary["columns"]}
     for cell in summary["cells"]:
         found[cell["column"]].setdefault(cell["row"], []).append(cell)
-    return {
-        column: {row: _collect_entry(cells.get(row, [])) for row in summary["rows"]}
-        for column, cells in found.items()
-        if cells
-    }
+    rows = summary["rows"]
+    return {column: {row: _enter(cells.get(row, [])) for row in rows} for column, cells in found.items() if cells}
 
 
-def _collect_entry(cells: list[Summary]) -> Entry:
+def _enter(cells: list[Summary]) -> Entry:
     done = [cell for cell in cells if "accuracy" in cell]
     failed = [cell for cell in cells if "reason" in cell]
-    # A method that runs on one seed applies; then its other reasons are that it gave up.
-    gave_up = len(failed) if done else sum(cell.get("gave_up", False) for cell in failed)
-    reason = failed[0]["reason"] if failed else ""
-    if not done:
-        return Entry(gave_up=gave_up, reason=reason)
-    saved = [cell["saved_bytes"]["sent"] / MIB for cell in done if "saved_bytes" in cell]
     return Entry(
         accuracies={cell["seed"]: 100 * cell["accuracy"]["mean"] for cell in done},
-        mib=statistics.mean(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"] for cell in done) / MIB,
-        saved_mib=statistics.mean(saved) if saved else None,
-        gave_up=gave_up,
-        reason=reason,
+        # A method that runs on one seed applies; then its other reasons are that it gave up.
+        gave_up=len(failed) if done else sum(cell.get("gave_up", False) for cell in failed),
+        reason=failed[0]["reason"] if failed else "",
+        cells=done,
     )
 
 
 def by_seed(rows: dict[str, Entry]) -> dict[str, dict[int, float]]:
-    return {row: {} if entry.gave_up else entry.accuracies for row, entry in rows.items()}
+    return {row: entry.by_seed for row, entry in rows.items()}
+
+
+# Traffic, computed from the model
+
+
+def layers_of(dataset: str, model: str | None = None) -> Layers:
+    entry = find(dataset)
+    return Layers.of(build_model(model or model_for(entry.shape), entry.shape, entry.num_classes, torch.Generator()))
+
+
+def compute_saved_mib(cell: Summary) -> float | None:
+    """Return the download that retained layers saved in a run in which all clients take part."""
+    experiment = cell["experiment"]
+    if not experiment["algorithm"].get("retained_layers") or experiment["participation"] < 1:
+        return None
+    layers = layers_of(experiment["data"]["dataset"], experiment["model"])
+    full = plan_traffic(layers, len(cell["accuracy"]["per_client"]), cell["rounds"], []).down_bytes
+    return (full - int(cell["traffic"]["down_bytes"])) / MIB
+
+
+def account(grid: Grid, paper: Paper) -> list[list[str]]:
+    """Return a table of MiB by column and k, with the layers that the paper's numbers imply."""
+    lines = [["data set", "k", "retained", "MiB", "paper", "difference"]]
+    for column in grid.columns:
+        data = column.experiment["data"]
+        layers = layers_of(data["dataset"])
+        for k in range(len(column.retained) + 1):
+            retained = column.retained[:k]
+            traffic = plan_traffic(layers, data["clients"], grid.rounds_of_accounting, layers.positions(retained))
+            mib = (traffic.down_bytes + traffic.up_bytes) / MIB
+            theirs = paper.get(column.name, {}).get(f"k = {k}", {}).get("mib")
+            compared = ["–", "–"] if theirs is None else [f"{theirs:.2f}", f"{mib - theirs:+.2f}"]
+            lines.append([column.name, f"k = {k}", ", ".join(retained) or "–", f"{mib:.2f}", *compared])
+    return lines
+
+
+# Tables
 
 
 def _show_paper(number: Any) -> str:
@@ -95,11 +142,10 @@ def _show_paper(number: Any) -> str:
 
 def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
     """Return the main table: ours, and the paper's where it has numbers of the column."""
-    entries, has_mib = collect_entries(summary), summary["form"] == "retained"
-    lines = [[""], *([row] for row in summary["rows"])]
-    for column, rows in entries.items():
+    lines, has_mib = [[""], *([row] for row in summary["rows"])], summary["form"] == "retained"
+    for column, rows in collect_entries(summary).items():
         theirs, best = paper.get(column, {}), find_supported_first(by_seed(rows))
-        lines[0] += [column, *(["paper"] if theirs else []), *(["MiB", "saved"] if has_mib else [])]
+        lines[0] += [column, *["paper"] * bool(theirs), *["MiB", "saved"] * has_mib]
         for line, (row, entry) in zip(lines[1:], rows.items(), strict=True):
             line.append(f"**{entry}**" if row == best else str(entry))
             line += [_show_paper(theirs.get(row))] if theirs else []
@@ -110,8 +156,7 @@ def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
 
 def tabulate_differences(summary: Summary) -> list[list[str]]:
     """Return each row's paired difference to the first, of the columns in which rows have several seeds."""
-    lines: dict[str, list[str]] = {row: [] for row in summary["rows"]}
-    header = [""]
+    header, lines = [""], {row: [row] for row in summary["rows"]}
     for column, rows in collect_entries(summary).items():
         values = by_seed(rows)
         first = find_first(values)
@@ -122,14 +167,14 @@ def tabulate_differences(summary: Summary) -> list[list[str]]:
             difference = compare(values[row], values[first])
             shown = "first" if row == first else str(difference or "–")
             line.append(f"**{shown}**" if difference and difference.is_supported else shown)
-    return [header, *([row, *line] for row, line in lines.items() if set(line) - {"–"})] if header[1:] else []
+    return [header, *(line for line in lines.values() if set(line[1:]) - {"–"})] if header[1:] else []
 
 
 def describe_columns(summary: Summary) -> list[str]:
     """Return a line per column: what was run."""
     lines = []
-    for column in summary["columns"]:
-        cells = [cell for cell in summary["cells"] if cell["column"] == column and "accuracy" in cell]
+    for column, rows in collect_entries(summary).items():
+        cells = [cell for entry in rows.values() for cell in entry.cells]
         if not cells:
             continue
         first, experiment = cells[0], cells[0]["experiment"]
@@ -137,11 +182,11 @@ def describe_columns(summary: Summary) -> list[str]:
         subsets = sorted({cell.get("subset", "") for cell in cells} - {""})
         subset = f" (subset {' / '.join(subsets)})" if subsets else ""
         leak = f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
-        rounds = "/".join(str(number) for number in sorted({cell["rounds"] for cell in cells}))
         lines.append(
             f"{column}: {data['dataset']}{subset}{leak}, {len(first['accuracy']['per_client'])} clients of "
             f"{data['samples_per_client']} images, {100 * experiment['participation']:.0f} % a round, "
-            f"{rounds} rounds, {experiment['training']['local_epochs']} local epochs; "
+            f"{'/'.join(map(str, sorted({cell['rounds'] for cell in cells})))} rounds, "
+            f"{experiment['training']['local_epochs']} local epochs; "
             f"{sum(cell['seconds'] for cell in cells) / 60:.0f} min for all runs"
         )
     return lines
@@ -174,14 +219,14 @@ def to_csv(summary: Summary, paper: Paper) -> str:
 def to_latex(summary: Summary, paper: Paper) -> str:
     """Return a booktabs table: ours, and the paper's in small print."""
     entries = collect_entries(summary)
-    lines = [[""] + [_escape(column) for column in entries]]
+    best = {column: find_supported_first(by_seed(rows)) for column, rows in entries.items()}
+    lines = [["", *map(_escape, entries)]]
     for row in summary["rows"]:
-        cells = [_escape(row)]
+        lines.append([_escape(row)])
         for column, rows in entries.items():
             ours, theirs = _escape(str(rows[row])), _show_paper(paper.get(column, {}).get(row))
-            ours = rf"\textbf{{{ours}}}" if row == find_supported_first(by_seed(rows)) else ours
-            cells.append(ours if theirs == "–" else rf"{ours} {{\scriptsize({_escape(theirs)})}}")
-        lines.append(cells)
+            ours = rf"\textbf{{{ours}}}" if row == best[column] else ours
+            lines[-1].append(ours if theirs == "–" else rf"{ours} {{\scriptsize({_escape(theirs)})}}")
     header, *body = [" & ".join(line) + r" \\" for line in lines]
     begin = r"\begin{tabular}{l" + "c" * len(entries) + "}"
     return "\n".join([begin, r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])

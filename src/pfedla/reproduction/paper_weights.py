@@ -1,20 +1,15 @@
 """What the paper's figures show of the weights, as numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from pfedla.report.reading import Array
+
 Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
 PERIODS = ("early", "middle", "last")
 TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
-
-
-def alpha_of(cell: Summary) -> tuple[Array, list[str]]:
-    """Return the weights [snapshots, receivers, layers, senders] and the layers."""
-    return np.array(cell["alpha"]["values"]), cell["alpha"]["layers"]
 
 
 def group_cells(summary: Summary) -> dict[str, dict[str, list[Summary]]]:
@@ -35,18 +30,36 @@ def group_alpha(summary: Summary) -> dict[str, list[Summary]]:
     return found
 
 
-def layer_of(summary: Summary, cells: list[Summary]) -> str:
-    layer: str = summary["layers"][cells[0]["column"]]
-    return layer
+def layers_in(cells: Sequence[Summary]) -> list[str]:
+    return list(cells[0]["alpha"]["layers"])
 
 
-def average_map(cells: list[Summary], layer: str) -> Array:
-    """Return the weights [receivers, senders] of a layer after the last round, mean over seeds."""
-    maps = []
-    for cell in cells:
-        alpha, layers = alpha_of(cell)
-        maps.append(alpha[-1, :, layers.index(layer)])
-    return np.asarray(np.mean(maps, axis=0))
+def average(cells: Sequence[Summary], take: Callable[[Array], Array]) -> Array:
+    """Return the mean over seeds of what `take` takes of the weights [snapshots, receivers, layers, senders]."""
+    return np.asarray(np.mean([take(np.array(cell["alpha"]["values"])) for cell in cells], axis=0))
+
+
+def average_map(cells: Sequence[Summary], layer: str) -> Array:
+    """Return the weights [receivers, senders] of a layer after the last round."""
+    return average(cells, lambda alpha: alpha[-1, :, layers_in(cells).index(layer)])
+
+
+def average_self_weights(cells: Sequence[Summary]) -> Array:
+    """Return the target client's self-weights [layers] after the last round."""
+    return average(cells, lambda alpha: alpha[-1, TARGET, :, TARGET])
+
+
+def average_by_period(cells: Sequence[Summary]) -> dict[str, Array]:
+    """Return the target client's weights [periods, layers] by sender; `others` is the mean of one of them."""
+    # The start is uniform by construction; a period is a third of the snapshots after it.
+    periods = average(cells, lambda alpha: np.stack([part.mean(0)[TARGET] for part in np.array_split(alpha[1:], 3)]))
+    others = periods[..., SIMILAR + 1 :].mean(-1)
+    return {
+        "self": periods[..., TARGET],
+        "same labels": periods[..., TWIN],
+        "similar": periods[..., SIMILAR],
+        "others": others,
+    }
 
 
 def average_by_distance(weights: Array) -> list[float]:
@@ -55,47 +68,26 @@ def average_by_distance(weights: Array) -> list[float]:
     return [float(weights[apart == distance].mean()) for distance in range(len(weights))]
 
 
-def average_by_period(cells: list[Summary]) -> tuple[dict[str, Array], list[str]]:
-    """Return the target client's weights [periods, layers] by sender; `others` is the mean of one of them."""
-    whose: dict[str, list[Array]] = {}
-    for cell in cells:
-        alpha, layers = alpha_of(cell)
-        # The start is uniform by construction; a period is a third of the snapshots after it.
-        periods = np.stack([part.mean(0)[TARGET] for part in np.array_split(alpha[1:], len(PERIODS))])
-        senders = {"self": [TARGET], "same labels": [TWIN], "similar": [SIMILAR]}
-        for name, some in {**senders, "others": list(range(SIMILAR + 1, alpha.shape[-1]))}.items():
-            whose.setdefault(name, []).append(periods[:, :, some].mean(-1))
-    return {name: np.mean(parts, axis=0) for name, parts in whose.items()}, layers
-
-
-def average_self_weights(cells: list[Summary]) -> tuple[Array, list[str]]:
-    """Return the target client's self-weights [layers] after the last round, mean over seeds."""
-    found = [alpha_of(cell) for cell in cells]
-    return np.mean([alpha[-1, TARGET, :, TARGET] for alpha, _ in found], axis=0), found[0][1]
-
-
 def tabulate_weights(summary: Summary) -> list[list[str]]:
     """Return the numbers of a figure as a table; nothing for a table."""
-    panels, form = group_alpha(summary), summary["form"]
-    lines: list[list[str]] = []
+    form, header, lines = summary["form"], [""], []
     if form == "toy":
-        lines = [["client 1", "accuracy %", "seed"]]
-        for cell in (cell for cell in summary["cells"] if "accuracy" in cell):
-            lines.append([cell["row"], f"{100 * cell['accuracy']['per_client'][0]:.2f}", str(cell["seed"])])
-    elif form == "heatmap" and panels:
-        for panel, cells in panels.items():
-            layer = layer_of(summary, cells)
+        cells = [cell for cell in summary["cells"] if "accuracy" in cell]
+        rows = [[one["row"], f"{100 * one['accuracy']['per_client'][TARGET]:.2f}", str(one["seed"])] for one in cells]
+        return [["client 1", "accuracy %", "seed"], *rows]
+    for panel, cells in group_alpha(summary).items():
+        if form == "heatmap":
+            layer = summary["layers"][cells[0]["column"]]
             weights = average_by_distance(average_map(cells, layer))
             lines.append([f"{panel}, {layer}", *(f"{weight:.3f}" for weight in weights)])
-        lines.insert(0, ["mean weight at distance", *map(str, range(max(map(len, lines)) - 1))])
-    elif form == "evolution" and panels:
-        for panel, cells in panels.items():
-            whose, _ = average_by_period(cells)
+            header = ["mean weight at distance", *map(str, range(max(len(header), len(weights) + 1) - 1))]
+        elif form == "evolution":
+            whose = average_by_period(cells)
             lines.append([panel, *(f"{values[-1].mean():.3f}" for values in whose.values())])
-        lines.insert(0, ["last period, mean of layers", *whose])
-    elif form == "layer-weights" and panels:
-        lines = [["self-weight of the target", "largest layer", "from the first layer to the last"]]
-        for panel, cells in panels.items():
-            own, layers = average_self_weights(cells)
-            lines.append([panel, layers[int(own.argmax())], " ".join(f"{weight:.3f}" for weight in own)])
-    return lines
+            header = ["last period, mean of layers", *whose]
+        elif form == "layer-weights":
+            own = average_self_weights(cells)
+            largest = layers_in(cells)[int(own.argmax())]
+            lines.append([panel, largest, " ".join(f"{weight:.3f}" for weight in own)])
+            header = ["self-weight of the target", "largest layer", "from the first layer to the last"]
+    return [header, *lines] if lines else []
