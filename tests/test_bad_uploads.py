@@ -165,9 +165,6 @@ def test_a_run_without_a_usable_upload_stops_and_keeps_the_cause() -> None:
     assert isinstance(caught.value.__cause__, IndexError)
 
 
-# The norm bound
-
-
 def test_the_norm_is_that_of_the_update_where_the_server_knows_it() -> None:
     tensors = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0]), "steps": torch.tensor(99)}
     assert update_norm(Payload(tensors, torch.ones(1)), {"a": torch.tensor([3.0, 1.0])}) == 4.0

@@ -39,13 +39,6 @@ def test_models_are_chosen_by_shape(shape: tuple[int, ...], name: str, kind: typ
     assert model(torch.zeros(3, *shape)).shape == (3, 7)
 
 
-def test_pooling_before_relu_changes_no_number() -> None:
-    model, x = PaperCNN((3, 32, 32), 10, True).eval(), torch.randn(4, 3, 32, 32)
-    hidden = torch.max_pool2d(model.bn1(model.conv1(x)).relu(), 2)
-    hidden = torch.max_pool2d(model.bn2(model.conv2(hidden)).relu(), 2)
-    assert torch.equal(model(x), model.fc3(model.fc2(model.fc1(hidden.flatten(1)).relu()).relu()))
-
-
 @pytest.mark.parametrize(
     ("model", "retained", "mebibytes"),
     [

@@ -10,7 +10,6 @@ from conftest import SIZES, TinyNet, assert_same, flat, make, play, toy_federati
 from torch import nn
 
 from pfedla import simulate
-from pfedla.algorithms.fedavg import FedAvg
 from pfedla.core.contracts import Answer
 from pfedla.core.errors import PfedlaError
 from pfedla.core.models import MODELS, SmallCNN
@@ -120,46 +119,13 @@ def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pyt
     groups.clear()
     monkeypatch.setattr(vectorized, "MEMORY_BOUND", 2**20)
     apart = train(module, federation, name="vectorized")
-    assert max(groups) < 5
-    assert sum(groups) == 7
+    assert max(groups) < 5 <= sum(groups) == 7
     for left, right in zip(together, apart, strict=True):
         torch.testing.assert_close(left.upload.tensors, right.upload.tensors, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(vectorized, "MEMORY_BOUND", 1)  # even the smallest bound trains one at a time
     groups.clear()
     train(module, federation, name="vectorized")
     assert groups == [1] * 7
-
-
-# Failures in evaluation
-
-
-class Broken(FedAvg):
-    """Clients that never trained cannot be personalized; has_trained says which."""
-
-    def personalize(self, client: Any, download: Any, data: Any) -> Any:
-        if not data.has_trained:
-            raise AttributeError("no such thing")
-        return super().personalize(client, download, data)
-
-
-@pytest.mark.parametrize("engine", ["threaded", "vectorized"])
-def test_what_evaluation_raises_is_that_clients_failure(engine: str) -> None:
-    """It used to be swallowed: accuracy nan, and no word."""
-    algorithm = make("fedavg")
-    broken = Broken(task=algorithm.task, training=algorithm.training)
-    played, _ = play(broken, toy_federation(), rounds=range(1, 2), participation=0.5, engine=engine)
-    away = sorted(set(range(len(SIZES))) - set(played[0].cohort.ids.tolist()))
-    failures = played[0].evaluation_failures
-    assert sorted(failures) == away
-    assert {failure.reason for failure in failures.values()} == {"evaluation raised"}
-    assert isinstance(failures[away[0]].error, AttributeError)
-    expected = play(algorithm, toy_federation(), rounds=range(1, 2), participation=0.5, engine=engine)[0][0]
-    assert played[0].evaluation.accuracy.isnan().nonzero().squeeze(1).tolist() == away
-    trained = played[0].cohort.ids
-    torch.testing.assert_close(played[0].evaluation.loss[trained], expected.evaluation.loss[trained])
-
-
-# Two at once
 
 
 def test_two_simulations_in_two_threads_at_once() -> None:

@@ -26,8 +26,6 @@ class Do(nn.Module):
 
 
 class Scale(nn.Module):
-    """A scalar parameter, as a temperature is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -58,16 +56,6 @@ def halve(features: int = 16) -> nn.Module:
     return nn.Sequential(nn.Flatten(), Do(Tensor.bfloat16), linear, Do(Tensor.float))
 
 
-def embed() -> nn.Module:
-    """Takes integers."""
-    return nn.Sequential(nn.Embedding(10, 5), nn.Flatten(), nn.Linear(30, 3))
-
-
-def view() -> nn.Module:
-    """Cannot be fed channels last."""
-    return nn.Sequential(nn.Conv2d(1, 4, 3), Do(lambda x: x.view(len(x), -1)), nn.Linear(16, 3))
-
-
 def recur() -> nn.Module:
     gru = nn.GRU(4, 5, batch_first=True)
     return nn.Sequential(Do(lambda x: x[:, 0]), gru, Do(lambda out: out[0][:, -1]), nn.Linear(5, 3))
@@ -78,11 +66,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn-bn": (lambda: PaperCNN((3, 16, 16), 3, batch_norm=True), (3, 16, 16)),
     "small-cnn": (lambda: SmallCNN(IMAGE, 3), IMAGE),
     "tied": (tie, IMAGE),
-    "views": (view, IMAGE),
+    "views": (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), Do(lambda x: x.view(len(x), -1)), nn.Linear(16, 3)), IMAGE),
     "recurrent": (recur, IMAGE),
     "scaled": (scale, IMAGE),
     "frozen": (freeze, IMAGE),
-    "words": (embed, (6,)),
+    "words": (lambda: nn.Sequential(nn.Embedding(10, 5), nn.Flatten(), nn.Linear(30, 3)), (6,)),
     "half": (halve, IMAGE),
 }
 
@@ -152,13 +140,10 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
         torch.testing.assert_close(answer.upload.tensors[name], value, rtol=1e-3, atol=1e-5)
 
 
-# Compiled steps
-
-
 def pool() -> nn.Module:
     """Pools in both spellings; odd sizes leave a row and a column out."""
-    again = Do(lambda x: F.max_pool2d(x, kernel_size=(2, 2), stride=2))
-    return nn.Sequential(Scale(), nn.MaxPool2d(2), again, nn.Flatten(), nn.Linear(2, 3))
+    fused = Do(lambda x: F.max_pool2d(x, 2))
+    return nn.Sequential(Scale(), fused, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3))
 
 
 COMPILED = {"pools": (pool, (2, 5, 5)), **{kind: MODULES[kind] for kind in ("frozen", "words", "cnn-bn")}}
@@ -199,9 +184,6 @@ def test_a_model_that_cannot_be_compiled_is_refused() -> None:
         CompiledTask(Branches(5, 3), torch.ones(5), budget(0.1, 1, 8))
 
 
-# Three kinds of tensors, and dtypes
-
-
 @pytest.mark.parametrize("engine", ["threaded", "vectorized"])
 def test_frozen_tensors_are_never_sent_kept_or_copied(engine: str) -> None:
     """A frozen backbone used to be treated as BatchNorm's statistics: sent, and saved for every client."""
@@ -228,13 +210,12 @@ def test_frozen_tensors_are_never_sent_kept_or_copied(engine: str) -> None:
 @pytest.mark.parametrize("kind", ["scaled", "half", "words"])
 def test_scalar_half_and_integer_tensors_train(name: str, kind: str) -> None:
     torch.manual_seed(0)
-    module = {"scaled": scale, "half": halve, "words": lambda features: embed()}[kind](FEATURES)
+    module = {"scaled": scale, "half": halve, "words": lambda features: MODULES["words"][0]()}[kind](FEATURES)
     federation = toy_federation()
     if kind == "words":
-        parts = (
-            [Examples(x.abs().long().clamp(max=9), y) for x, y in part] for part in (federation.train, federation.test)
-        )
-        federation = Federation(*parts, federation.classes)
+        parts = federation.train, federation.test
+        whole = ([Examples(x.abs().long().clamp(max=9), y) for x, y in part] for part in parts)
+        federation = Federation(*whole, federation.classes)
     ends = []
     for engine in ("threaded", "vectorized"):
         algorithm = make(name, module=module)

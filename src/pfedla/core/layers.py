@@ -5,6 +5,7 @@ three kinds: trained (mixed and sent), statistics (buffers, which stay on the cl
 them), and frozen (parameters without a gradient: one shared copy, never sent, mixed or saved per client).
 """
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -38,24 +39,21 @@ class Layers:
         parameters = dict(module.named_parameters())  # a tied weight once, where it first stands
         trained = {name: value for name, value in parameters.items() if value.requires_grad}
         statistics = [name for name, _ in module.named_buffers()]
-        owners = {name.rpartition(".")[0] for name in trained}
-        parts = {name: part for name, part in module.named_modules() if name in owners}  # by layer
-        layer, layer_of = 0, dict[str, int]()
-        for name, _ in module.named_modules():
-            # A buffer of a module without trained parameters goes with the layer before it, or the first.
-            layer = list(parts).index(name) if name in parts else layer
-            layer_of[name] = layer
-        index = {name: layer_of[name.rpartition(".")[0]] for name in (*trained, *statistics)}
-        sizes = [0] * len(parts)
+        modules = [name for name, _ in module.named_modules()]
+        starts = sorted({modules.index(name.rpartition(".")[0]) for name in trained})  # the layers among the modules
+        # A buffer of a module without trained parameters goes with the layer before it, or the first.
+        places = {name: bisect(starts, modules.index(name.rpartition(".")[0])) for name in (*trained, *statistics)}
+        index = {name: max(0, place - 1) for name, place in places.items()}
+        names, sizes = [modules[start] for start in starts], [0] * len(starts)
         for name, value in trained.items():
             sizes[index[name]] += value.numel()
         return cls(
-            names=tuple(name or "(root)" for name in parts),
+            names=tuple(name or "(root)" for name in names),
             index=index,
             statistics=frozenset(statistics),
             frozen=frozenset(parameters.keys() - trained.keys()),
             num_parameters=tuple(sizes),
-            kinds=tuple(map(type, parts.values())),
+            kinds=tuple(type(module.get_submodule(name)) for name in names),
         )
 
     def __len__(self) -> int:
