@@ -122,6 +122,10 @@ def list_settings() -> dict[str, Place]:
     return found
 
 
+# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
+REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
+
+
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translate an experiment that a run of format 1 wrote into today's settings.
 
@@ -133,6 +137,9 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     engine, algorithm = values.get("engine", {}), values.get("algorithm", {})
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
         engine["compile"] = engine["compile"] == "on"
+    if isinstance(algorithm, dict) and algorithm:
+        algorithm = {key: value for key, value in algorithm.items() if value not in REMOVED.get(key, ())}
+        values["algorithm"] = algorithm
     if isinstance(algorithm, dict) and "rule" in algorithm:
         if algorithm.pop("rule") == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}

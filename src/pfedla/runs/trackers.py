@@ -154,7 +154,8 @@ class WeightsAndBiases:
 
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
-NEEDED = {  # modules that an extra must bring
+# The modules that an extra must bring.
+NEEDED = {
     "tensorboard": ("torch.utils.tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "wandb": ("wandb",),
