@@ -12,6 +12,7 @@ import numpy as np
 from pfedla.data.datasets import KNOWN
 
 NUM = 40
+EMNIST_SPLITS = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
 
 
 def idx(array: np.ndarray) -> bytes:

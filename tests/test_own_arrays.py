@@ -15,7 +15,7 @@ from pfedla.core.models import MLP
 from pfedla.core.tasks import task_of
 from pfedla.data.dataset import dataset_of, pixel_statistics
 from pfedla.data.federation import Federation, federation_of
-from pfedla.data.npz import load_arrays, load_npz
+from pfedla.data.npz import load_arrays
 
 
 def test_own_images_and_vectors(tmp_path) -> None:
@@ -28,17 +28,15 @@ def test_own_images_and_vectors(tmp_path) -> None:
         (rng.normal(size=(40, 5)), (5,)),
     ):
         np.savez(path, x=x, y=np.arange(40) % 4)
-        dataset = load_npz(path)
+        dataset = load_arrays(path)
         assert dataset.x.shape[1:] == shape
         assert dataset.x.dtype == (np.uint8 if x.dtype == np.uint8 else np.float32)
     assert dataset.mean == ()
 
 
 def test_labels_and_clients_may_have_names() -> None:
-    x = np.zeros((6, 2))
-    dataset = dataset_of("mine", x, np.array(["cat", "dog"] * 3), client=np.array(["b", "a"] * 3))
-    assert dataset.classes == ("cat", "dog")
-    assert dataset.client_names == ("a", "b")
+    dataset = dataset_of("mine", np.zeros((6, 2)), np.array(["cat", "dog"] * 3), client=np.array(["b", "a"] * 3))
+    assert (dataset.classes, dataset.client_names) == (("cat", "dog"), ("a", "b"))
     assert dataset.client.tolist() == [1, 0] * 3
     assert dataset_of("mine", np.zeros((2, 2)), np.array([b"cat", b"dog"])).classes == ("cat", "dog")
 
@@ -110,42 +108,35 @@ def test_our_mlp_takes_integers_and_integer_images_become_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("arrays", "named"),
     [
-        ({"x": np.zeros((4, 2))}, "no array y"),
-        ({"y": np.zeros(3, int)}, "y has shape"),
-        ({"y": np.array([0.5, 1, 2, 3])}, "y must hold"),
-        ({"x": np.array([[1, 2], [3, 4], [np.nan, 0], [5, 6]])}, r"x\[2\] is not finite"),
-        ({"x": np.full((4, 2), 1e39)}, r"x\[0\] is not finite"),
+        ({"y": None}, "y"),
+        ({"y": np.zeros(3, int)}, "y"),
+        ({"y": np.array([0.5, 1, 2, 3])}, "y"),
+        ({"x": np.array([[1, 2], [3, 4], [np.nan, 0], [5, 6]])}, r"x\[2\]"),
+        ({"x": np.full((4, 2), 1e39)}, r"x\[0\]"),
         ({"x": np.zeros(4)}, "shape"),
-        ({"test": np.zeros(4)}, "test must be a boolean mask"),
-        ({"client": np.zeros(5, int)}, "client has shape"),
+        ({"test": np.zeros(4)}, "test"),
+        ({"client": np.zeros(5, int)}, "client"),
         ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "shape"),
         ({"x": np.zeros((4, 0, 5, 5))}, "shape"),
         ({"x": np.float64(3)}, "shape"),
         ({"x": np.zeros((4, 2), complex)}, "complex"),
         ({"x": np.zeros((4, 2), "M8[s]")}, "datetime"),
-        ({"client": np.array([0, 1, np.nan, 1])}, "client must hold"),
-        ({"x": np.array([{"a": 1}] * 4, dtype=object)}, "never opened"),
-        ({"x": np.zeros((10_001, 1)), "y": np.arange(10_001)}, "y has 10001 different values"),
+        ({"client": np.array([0, 1, np.nan, 1])}, "client"),
+        ({"x": np.array([{"a": 1}] * 4, dtype=object)}, "objects"),
+        ({"x": np.zeros((10_001, 1)), "y": np.arange(10_001)}, "y"),
+        ({"y": np.array([65, 0x110000, 66, 67], np.uint32).view("<U1")}, "y"),  # characters that Python cannot make
+        ({"y": np.array([65, 0xD800, 66, 67], np.uint32).view("<U1")}, "y"),
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_bad_arrays_are_refused(tmp_path, arrays: dict, message: str) -> None:
+def test_bad_arrays_are_refused(tmp_path, arrays: dict, named: str) -> None:
     path = tmp_path / "bad.npz"
-    only_x = message == "no array y"
-    np.savez(path, **arrays if only_x else {"x": np.zeros((4, 2)), "y": np.arange(4), **arrays})
-    with pytest.raises(PfedlaError, match=rf"bad\.npz: .*{message}"):
-        load_npz(path)
-
-
-def test_names_that_are_not_unicode_are_refused(tmp_path) -> None:
-    """numpy keeps any 32 bits as a character; Python cannot make a string of them, or never write it."""
-    for code in (0x110000, 0xFFFFFFFF, 0xD800):
-        names = np.array([65, code], np.uint32).view("<U1")
-        np.savez(tmp_path / "bad.npz", x=np.zeros((2, 2)), y=names)
-        with pytest.raises(PfedlaError, match="y holds names"):
-            load_npz(tmp_path / "bad.npz")
+    arrays = {"x": np.zeros((4, 2)), "y": np.arange(4), **arrays}
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(PfedlaError, match=rf"bad\.npz: .*{named}"):
+        load_arrays(path)
 
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path) -> None:
@@ -155,12 +146,12 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path) -> None:
     for content in (b"", b"not a zip", pickle.dumps({"x": [1]}), plain.getvalue()):
         path.write_bytes(content)
         with pytest.raises(PfedlaError, match=r"bad\.npz"):
-            load_npz(path)
+            load_arrays(path)
 
 
 def test_a_folder_of_arrays(tmp_path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((4, 2)))
-    with pytest.raises(PfedlaError, match=r"no y\.npy"):
+    with pytest.raises(PfedlaError, match="y"):
         load_arrays(tmp_path)
     np.save(tmp_path / "y.npy", np.arange(4) % 2)
     assert load_arrays(tmp_path).y.tolist() == [0, 1, 0, 1]
@@ -181,14 +172,13 @@ def test_pixel_statistics_are_exact() -> None:
 
 
 def test_the_first_classes_alone() -> None:
-    x = np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1)
+    x, rows = np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1), np.array([0, 1, 2, 4, 5, 6, 8, 9, 10])
     dataset = dataset_of("mine", x, np.arange(12) % 4, client=np.arange(12) // 6, test=np.arange(12) % 2 == 0)
     kept = dataset.keep_classes(3)
     assert kept.classes == ("0", "1", "2")
     assert kept.y.tolist() == [0, 1, 2] * 3
-    assert kept.x.flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    assert kept.client.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert kept.test.tolist() == [row % 2 == 0 for row in (0, 1, 2, 4, 5, 6, 8, 9, 10)]
-    assert dataset.keep_classes(4) is dataset
-    with pytest.raises(PfedlaError, match="classes_limit = 5"):
+    assert (kept.x.flatten() == rows).all()
+    assert (kept.client == rows // 6).all()
+    assert (kept.test == (rows % 2 == 0)).all()
+    with pytest.raises(PfedlaError, match="classes_limit"):
         dataset.keep_classes(5)

@@ -17,7 +17,7 @@ from pfedla.data.federation import Federation, build_federation, federation_of
 from pfedla.data.partition import leaked_share, quotas_of, split_dataset
 from pfedla.data.recipe import USED_BY, Data, Partition, resolve
 from pfedla.data.rules import DEALT, assign_classes, round_shares, round_table, rule_of
-from pfedla.data.statistics import label_entropy, label_shares, mean_pairwise_distance, split_statistics
+from pfedla.data.statistics import mean_pairwise_distance, split_statistics
 from pfedla.runs.experiment import Experiment, read_toml
 
 FINGERPRINTS = {
@@ -77,9 +77,7 @@ def test_every_partition(data: st.DataObject, partition: str, seed: int, ready: 
             raise
         return
     check(federation, resolved, ready)
-    again = build_federation(
-        resolved, seed, dataset
-    )  # same seed, same split; a resolved section stays as it is
+    again = build_federation(resolved, seed, dataset)  # same seed, same split; a resolved section stays as it is
     assert (again[0], again[1].fingerprint()) == (resolved, federation.fingerprint())
 
 
@@ -88,9 +86,7 @@ def check(federation: Federation, how: Data, ready: bool) -> None:
     counts = federation.class_counts()
     totals, sizes = counts.sum(1), counts.sum((1, 2))
     assert len(federation) == how.clients
-    assert (
-        sizes.sum() == how.clients * samples
-    )  # exact for each client, but for dirichlet, whose sizes differ
+    assert sizes.sum() == how.clients * samples  # exact for each client, but for dirichlet, whose sizes differ
     assert (sizes == samples).all() if how.partition != "dirichlet" else sizes.min() >= 10
     assert all(len(np.unique(own)) == len(own) for own in rows(federation))  # never twice within a client
     if not how.overlapping:
@@ -145,18 +141,17 @@ def test_a_seed_gives_the_same_split_for_ever() -> None:
 
 
 def test_shards_have_few_classes_and_iid_all() -> None:
-    dataset = numbered(10, 600)
     for shards, most in ((1, 2), (2, 4), (3, 6)):  # a shard spans at most two classes
-        counts = split(dataset, "shards", samples_per_client=300, shards_per_client=shards).class_counts()
+        counts = split(numbered(10, 600), "shards", samples_per_client=300, shards_per_client=shards).class_counts()
         assert ((counts.sum(1) > 0).sum(1) <= most).all()
-    assert (split(dataset, "iid", samples_per_client=300).class_counts().sum(1) > 10).all()
+    assert (split(numbered(10, 600), "iid", samples_per_client=300).class_counts().sum(1) > 10).all()
 
 
 def test_a_smaller_beta_is_more_heterogeneous() -> None:
     dataset = numbered(10, 1000)
     betas = (0.1, 0.5, 5.0, 500.0)
     counts = [split(dataset, "dirichlet", samples_per_client=500, beta=beta).class_counts() for beta in betas]
-    distances = [mean_pairwise_distance(label_shares(one)) for one in counts]
+    distances = [split_statistics(one)["mean_pairwise_distance"] for one in counts]
     assert distances == sorted(distances, reverse=True)
     assert distances[0] > 0.7
     assert distances[-1] < 0.1
@@ -173,9 +168,7 @@ def test_shards_and_dirichlet_keep_the_shares_of_the_classes() -> None:
 @settings(deadline=None, max_examples=40)
 def test_another_seed_is_another_split(seed: int, partition: str) -> None:
     dataset = numbered(9, 200)
-    one, two = (
-        split(dataset, partition, number, samples_per_client=60, beta=5.0) for number in (seed, seed + 1)
-    )
+    one, two = (split(dataset, partition, number, samples_per_client=60, beta=5.0) for number in (seed, seed + 1))
     assert one.fingerprint() != two.fingerprint()
 
 
@@ -183,18 +176,11 @@ def test_overlapping_clients_leak_and_it_is_measured() -> None:
     dataset = numbered(9, 60)
     how = {"samples_per_client": 60, "overlapping": True, "clients": 20}
     drawn = split_dataset(dataset, resolve(section("classes", **how), dataset), np.random.default_rng(0))
-    leaked = [  # the twin: one test example at a time
-        any(row in train for other, train in enumerate(drawn.train) if other != client)
-        for client, test in enumerate(drawn.test)
-        for row in test
-    ]
+    leaked = [any(row in train for train in drawn.train) for test in drawn.test for row in test]  # one at a time
     assert leaked_share(drawn) == np.mean(leaked)
     assert split(dataset, "classes", **how).leaked_share > 0.5
-    for change in (
-        {"overlapping": False},
-        {"samples_per_client": 200},
-    ):  # too many in all; in one class of one client
-        with pytest.raises(PfedlaError, match="class '0' has 60 examples"):
+    for change in ({"overlapping": False}, {"samples_per_client": 200}):  # too many in all; in one class of one client
+        with pytest.raises(PfedlaError, match="class '0'"):
             split(dataset, "classes", **how | change)
 
 
@@ -228,8 +214,7 @@ def test_a_large_ready_split_of_another_share_is_cut_quickly() -> None:
     rows = np.arange(70_000)
     dataset = dataset_of("mnist-like", np.zeros((70_000, 1)), rows % 10, test=rows >= 60_000)
     for partition in ("classes", "iid"):
-        counts = split(dataset, partition, clients=100, classes_per_client=4).class_counts()
-        assert counts[:, 1].sum() > 9_000
+        assert split(dataset, partition, clients=100, classes_per_client=4).class_counts()[:, 1].sum() > 9_000
 
 
 @settings(deadline=None, max_examples=60)
@@ -255,15 +240,15 @@ def test_a_given_client_column(seed: int, clients: int, test_share: float) -> No
 
 
 def test_the_scarce_class_is_named() -> None:
-    with pytest.raises(PfedlaError, match="class '4' of numbers has only 3 examples"):
-        split(numbered(5, [100, 100, 100, 100, 3]), "classes")
-    few = numbered(5, [100, 100, 100, 100, 20])
-    with pytest.raises(PfedlaError, match="class '4' has 20 examples, the partition needs 100"):
-        split(few, "classes", clients=5, samples_per_client=100, classes_per_client=5)
     rows = np.arange(60)
     ready = dataset_of("ready", np.zeros((60, 1)), rows % 3, test=(rows % 2 == 0) & (rows % 3 > 0))
-    with pytest.raises(PfedlaError, match="class '0' of ready has only 0 examples for training or for test"):
-        split(ready, "iid", clients=2)
+    for dataset, how, name in (
+        (numbered(5, [100, 100, 100, 100, 3]), {}, "4"),
+        (numbered(5, [100, 100, 100, 100, 20]), {"samples_per_client": 100, "classes_per_client": 5}, "4"),
+        (ready, {"clients": 2}, "0"),
+    ):
+        with pytest.raises(PfedlaError, match=f"class '{name}'"):
+            split(dataset, "classes", **{"clients": 5} | how)
 
 
 @pytest.mark.parametrize(
@@ -283,21 +268,19 @@ def test_the_scarce_class_is_named() -> None:
         ("shards", 3, {"shards_per_client": 4}, "shards_per_client"),
         ("dirichlet", 30, {"beta": 1e-4, "clients": 40}, "beta"),
         ("dirichlet", 30, {"beta": 5e-324, "clients": 40}, "beta"),
-        ("iid", 1, {}, "it needs both"),
+        ("iid", 1, {}, "test examples"),
         ("iid", 10**9, {"overlapping": True}, "samples_per_client"),
     ],
 )
-def test_partitions_that_would_break_their_rule_are_refused(
-    partition: str, samples: int, how: dict[str, Any], key: str
-) -> None:
+def test_partitions_that_would_break_their_rule_are_refused(partition, samples, how: dict[str, Any], key: str) -> None:
     with pytest.raises(PfedlaError, match=key):
         split(load("digits"), partition, samples_per_client=samples, **{"clients": 4, **how})
 
 
-def test_toy_is_fixed() -> None:
-    for how in ({"clients": 7}, {"classes_per_client": 2}, {"classes_limit": 5}):
-        with pytest.raises(PfedlaError, match=next(iter(how))):
-            build_federation(Data(partition="toy", **how), 0)
+@pytest.mark.parametrize("how", [{"clients": 7}, {"classes_per_client": 2}, {"classes_limit": 5}])
+def test_toy_is_fixed(how: dict[str, Any]) -> None:
+    with pytest.raises(PfedlaError, match=next(iter(how))):
+        build_federation(Data(partition="toy", **how), 0)
 
 
 # From Python
@@ -315,26 +298,26 @@ def test_own_arrays_can_be_split_by_any_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    "asked",
     [
-        ({"overlaping": True}, "did you mean 'overlapping'"),
-        ({"partition": "stripes"}, "partition = 'stripes'"),
-        ({"partition": "client"}, "no array 'client'"),
-        ({"beta": 0.1}, "beta is only used by partition dirichlet"),
-        ({"partition": "iid", "classes_per_client": 2}, "classes_per_client is only used by"),
-        ({"partition": "dirichlet", "beta": 1e308}, "beta = 1e"),
-        ({"test_share": 1.0}, "test_share = 1.0"),
-        ({"samples_per_client": 0}, "samples_per_client = 0"),
-        ({"clients": 500}, "clients = 500"),
-        ({"clients": 10**30}, "clients = 1"),
-        ({"client": np.arange(400) % 4, "samples_per_client": 7}, "samples_per_client"),
-        ({"client": np.arange(400) % 4, "overlapping": True}, "overlapping"),
-        ({"client": np.arange(400) % 4, "clients": 7}, "clients = 7"),
-        ({"client": np.arange(400) % 4, "test": np.arange(400) % 3 == 0, "test_share": 0.5}, "test_share"),
+        {"overlaping": True},
+        {"partition": "stripes"},
+        {"partition": "client"},
+        {"beta": 0.1},
+        {"classes_per_client": 2, "partition": "iid"},
+        {"beta": 1e308, "partition": "dirichlet"},
+        {"test_share": 1.0},
+        {"samples_per_client": 0},
+        {"clients": 500},
+        {"clients": 10**30},
+        {"samples_per_client": 7, "client": np.arange(400) % 4},
+        {"overlapping": True, "client": np.arange(400) % 4},
+        {"clients": 7, "client": np.arange(400) % 4},
+        {"test_share": 0.5, "client": np.arange(400) % 4, "test": np.arange(400) % 3 == 0},
     ],
 )
-def test_what_would_be_ignored_is_refused(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(PfedlaError, match=message):
+def test_what_would_be_ignored_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(PfedlaError, match=next(iter(asked))):
         federation_of(np.zeros((400, 4)), np.arange(400) % 5, **asked)
 
 
@@ -349,13 +332,7 @@ def test_shares_become_counts_with_the_exact_sum(shares: list[float], total: int
 
 
 @settings(deadline=None)
-@given(
-    clients=st.integers(1, 15),
-    classes=st.integers(1, 15),
-    seed=st.integers(0, 10**6),
-    held=st.floats(0.1, 1),
-    even=st.booleans(),
-)
+@given(st.integers(1, 15), st.integers(1, 15), st.integers(0, 10**6), st.floats(0.1, 1), st.booleans())
 def test_tables_are_rounded_both_ways(clients: int, classes: int, seed: int, held: float, even: bool) -> None:
     rng = np.random.default_rng(seed)
     shares = rng.random((clients, classes)) * (rng.random((clients, classes)) < held)
@@ -375,16 +352,13 @@ def test_a_hundred_classes_are_all_asked_for_and_tested_alike() -> None:
     how = resolve(Data(dataset="own", partition="dominant", clients=100, samples_per_client=600), dataset)
     assert (how.dominant_classes, how.classes_per_client) == (6, "auto")
     quotas = quotas_of(rule_of(dataset, how, np.random.default_rng(0)).examples(600), 0.3)
-    assert ((quotas.train + quotas.test).sum(0) == 600).all()
-    assert (quotas.test.sum(0) == 180).all()
+    assert (quotas.sum(1) == [[420], [180]]).all()
     few = split(dataset, "dominant", clients=10, samples_per_client=600).class_counts()
     assert (np.abs(few[:, 1].sum(0) - 0.3 * few.sum((0, 1))) < 1).all()
 
 
 @given(clients=st.integers(1, 40), classes=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
-def test_classes_are_assigned_evenly_and_distinct(
-    clients: int, classes: int, seed: int, data: st.DataObject
-) -> None:
+def test_classes_are_assigned_evenly_and_distinct(clients: int, classes: int, seed: int, data: st.DataObject) -> None:
     each = data.draw(st.integers(1, classes))
     holds = assign_classes(clients, classes, each, np.random.default_rng(seed))
     assert (holds.sum(1) == each).all()
@@ -395,14 +369,12 @@ def test_classes_are_assigned_evenly_and_distinct(
 def test_statistics_by_hand() -> None:
     """Client 0 has four classes alike, 1 one of them, 2 another."""
     both = np.array([[4, 4, 4, 4], [8, 0, 0, 0], [0, 2, 0, 0]])
-    counts = np.stack([both, both], axis=1)
-    shares = label_shares(counts)
-    assert label_entropy(shares).tolist() == [2.0, 0.0, 0.0]
-    assert mean_pairwise_distance(shares) == pytest.approx((0.75 + 0.75 + 1) / 3)
-    numbers = split_statistics(counts)
+    numbers = split_statistics(np.stack([both, both], axis=1))
+    assert numbers["label_entropy_bits"] == {"mean": pytest.approx(2 / 3), "min": 0.0, "max": 2.0}
+    assert numbers["mean_pairwise_distance"] == pytest.approx((0.75 + 0.75 + 1) / 3)
     assert numbers["training_examples"] == {"mean": pytest.approx(26 / 3), "min": 2, "max": 16}
     assert numbers["classes_per_client"] == {"mean": 2.0, "min": 1, "max": 4}
-    assert mean_pairwise_distance(shares[:1]) == 0
+    assert mean_pairwise_distance(np.ones((1, 1))) == 0
 
 
 @given(seed=st.integers(0, 999), clients=st.integers(2, 20))

@@ -39,11 +39,9 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
 
 def shown(value: object) -> str:
     """Return a value as it is quoted in an error: cut where it is long or deep."""
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120, 60
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother, short.maxlong = 3, 120, 120, 60
+    return short.repr(value)
 
 
 def check_affordable(what: str, numbers: int, instead: str = "", instead_numbers: int = 0) -> None:
@@ -51,5 +49,4 @@ def check_affordable(what: str, numbers: int, instead: str = "", instead_numbers
     if 4 * numbers > AFFORDABLE:
         fits = instead and 4 * instead_numbers <= AFFORDABLE
         hint = f"; {instead} takes {4 * instead_numbers / 2**30:.1f} GiB" if fits else ""
-        limit = f"more than {AFFORDABLE >> 30} is refused"
-        raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB; {limit}{hint}")
+        raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB, more than {AFFORDABLE >> 30}{hint}")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,12 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
         shape, _, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
     except Exception as error:  # numpy parses the header as Python: a damaged one may raise anything
         raise ValueError(f"{name} does not begin as a plain array: {str(error)[:80]}") from None
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which are never opened")
     claimed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
-    if not all(0 <= length < 2**40 for length in shape):  # with a zero beside it, any length would claim no byte
-        raise ValueError(f"{name} has an impossible shape")
-    if not dtype.hasobject and (claimed != there or not dtype.itemsize):
-        raise ValueError(f"{name} claims {claimed} bytes and has {there}")
+    # With a zero beside it, any length would claim no byte.
+    if claimed != there or not dtype.itemsize or not all(0 <= length < 2**40 for length in shape):
+        raise ValueError(f"{name} claims shape {shape} in {claimed} bytes and has {there} bytes")
     file.seek(0)
     array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
     return array
@@ -41,8 +42,8 @@ def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
     """Read strict JSON: no NaN, no Infinity, nothing that could not be written again."""
     check_size(path, limit)
     try:
-        content = json.loads(path.read_bytes().decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
-        json.dumps(content, ensure_ascii=False).encode("utf-8")  # refuses half of a surrogate pair
+        content = json.loads(path.read_bytes().decode("utf-8"))
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (OSError, ValueError, RecursionError) as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
     return content
@@ -56,27 +57,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_size(path: Path, limit: int | None) -> None:
+def check_size(path: Path, limit: float = math.inf) -> None:
     """Refuse what is no regular file, or is too large, before it is opened: a pipe or a device never ends."""
-    try:
-        is_file, size = path.is_file(), path.stat().st_size
-    except OSError as error:
-        raise PfedlaError(f"{path}: cannot be read ({error.strerror})") from None
-    if not is_file:
-        raise PfedlaError(f"{path}: cannot be read (not a file)")
-    if limit is not None and size > limit:
+    if not path.is_file():
+        raise PfedlaError(f"{path}: cannot be read ({'not a file' if path.exists() else 'it does not exist'})")
+    if (size := path.stat().st_size) > limit:
         raise PfedlaError(f"{path} is damaged: it has {size} bytes, at most {limit} are read")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text:.40} is too large")
-    return number
 
 
 def safe_name(text: str) -> str:
@@ -91,10 +77,7 @@ def sha256(path: Path) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, to_disk: bool = True) -> None:
-    """Replace a file with all of its new content, on the disk, or leave it as it was.
-
-    `to_disk=False` skips the wait for the disk, for files that are only looked at.
-    """
+    """Replace a file with all of its new content, or leave it as it was; `to_disk` waits for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may write at once
     write(temporary)
     if to_disk:

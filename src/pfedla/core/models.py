@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +15,12 @@ LARGEST_MODEL = 2**28  # parameters: 1 GiB
 
 
 class PaperCNN(nn.Module):
-    """Two 5x5 convolutions (16, 32) without padding, each with 2x2 max-pooling, then 120-84-classes.
-
-    The sizes are those behind the paper's Table 3: 85,822 parameters for 1x28x28, and 121,278 with BatchNorm
-    (before the activation) for 3x32x32.
-    """
+    """Two 5x5 convolutions (16, 32), each with 2x2 max-pooling, then 120-84-classes, as in the paper's Table 3."""
 
     def __init__(self, shape: Shape, num_classes: int, batch_norm: bool) -> None:
         super().__init__()
         channels, height, width = shape
         rows, columns = (((side - 4) // 2 - 4) // 2 for side in (height, width))
-        if min(rows, columns) < 1:
-            raise PfedlaError(f"the paper's CNN needs images of at least 16x16, not {height}x{width}; use small-cnn")
         self.conv1 = nn.Conv2d(channels, 16, 5)
         self.bn1 = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
         self.conv2 = nn.Conv2d(16, 32, 5)
@@ -48,8 +43,6 @@ class SmallCNN(nn.Module):
     def __init__(self, shape: Shape, num_classes: int) -> None:
         super().__init__()
         channels, height, width = shape
-        if min(height, width) < 4:
-            raise PfedlaError(f"small-cnn needs images of at least 4x4, not {height}x{width}")
         self.conv1 = nn.Conv2d(channels, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
         self.fc1 = nn.Linear(32 * (height // 4) * (width // 4), 64)
@@ -76,36 +69,38 @@ class MLP(nn.Module):
 
 
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
-    "cnn": lambda shape, classes: PaperCNN(shape, classes, batch_norm=False),
-    "cnn-bn": lambda shape, classes: PaperCNN(shape, classes, batch_norm=True),
+    "cnn": partial(PaperCNN, batch_norm=False),
+    "cnn-bn": partial(PaperCNN, batch_norm=True),
     "small-cnn": SmallCNN,
     "mlp": MLP,
 }
+SMALLEST = {"cnn": 16, "cnn-bn": 16, "small-cnn": 4, "mlp": 0}  # height and width of the images that a model takes
 
 
 def model_for(shape: Shape) -> str:
-    """Return the default model for a shape: the paper's, with BatchNorm for colour images."""
-    if len(shape) != 3:
-        return "mlp"
-    if min(shape[1:]) < 16:
-        return "small-cnn" if min(shape[1:]) >= 4 else "mlp"
-    return "cnn-bn" if shape[0] == 3 else "cnn"
+    """Return the default model for a shape: the paper's, with BatchNorm for colour images, if it takes them."""
+    paper = "cnn-bn" if shape[0] == 3 else "cnn"
+    return next(name for name in (paper, "small-cnn", "mlp") if _side(shape) >= SMALLEST[name])
+
+
+def _side(shape: Shape) -> int:
+    return min(shape[1:]) if len(shape) == 3 else 0
 
 
 def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
     """Return a named model without memory (on "meta"); refuse one that is impossible or too large."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
-    if len(shape) != 3 and name != "mlp":
-        raise PfedlaError(f"model {name!r} takes images, the data are vectors of {shape[0]} features; use mlp")
+    if _side(shape) < SMALLEST[name]:
+        least = f"images of at least {SMALLEST[name]}x{SMALLEST[name]}"
+        raise PfedlaError(f"model {name!r} takes {least}, not examples of shape {shape}; use {model_for(shape)}")
     size = max(math.prod(shape), num_classes)
     if size <= LARGEST_MODEL:  # beyond, torch cannot even count
         with torch.device("meta"):
             module = MODELS[name](shape, num_classes)
         size = sum(parameter.numel() for parameter in module.parameters())
     if size > LARGEST_MODEL:
-        what = f"model {name!r} for examples of shape {shape} and {num_classes} classes"
-        raise PfedlaError(f"{what} would be too large: more than {LARGEST_MODEL:,} parameters")
+        raise PfedlaError(f"model {name!r} for shape {shape} and {num_classes} classes is too large: {size:,} numbers")
     return module
 
 

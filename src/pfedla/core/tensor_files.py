@@ -1,7 +1,6 @@
 """Read and write tensors in safetensors files; a file is checked before anything of its size is made."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,26 +10,20 @@ from pfedla.core.errors import PfedlaError
 from pfedla.core.files import check_size, write_whole
 from pfedla.core.layers import Params
 
-DTYPES = {  # as safetensors names them
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params:
     """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
-    check_size(path, None)
+    check_size(path)
     try:
         with safe_open(path, framework="pt") as file:
-            _check_header(path, file, expected)
+            for name in sorted(expected.keys() ^ set(file.keys())):
+                what = "is missing" if name in expected else "does not belong there"
+                raise PfedlaError(f"{path}: tensor {name!r:.100} {what}")
+            for name, wanted in expected.items():
+                part = file.get_slice(name)
+                found, due = (part.get_dtype(), part.get_shape()), (_code(wanted.dtype), list(wanted.shape))
+                if found != due:
+                    raise PfedlaError(f"{path}: {name} is {found}, not {due}")
             tensors = {name: file.get_tensor(name) for name in expected}
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
         raise PfedlaError(f"{path}: cannot be read ({error})") from None
@@ -40,21 +33,10 @@ def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params
     return tensors
 
 
-def _check_header(path: Path, file: Any, expected: Params) -> None:
-    found = set(file.keys())
-    for name in sorted(expected.keys() ^ found):
-        what = "is missing" if name in expected else "does not belong there"
-        raise PfedlaError(f"{path}: tensor {name!r:.100} {what}")
-    for name, wanted in expected.items():
-        part = file.get_slice(name)
-        shape, code = tuple(part.get_shape()), part.get_dtype()
-        if shape != tuple(wanted.shape) or DTYPES.get(code) != wanted.dtype:
-            now = f"{_word(DTYPES.get(code, code))} {shape}"
-            raise PfedlaError(f"{path}: {name} is {now}, not {_word(wanted.dtype)} {tuple(wanted.shape)}")
-
-
-def _word(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
+def _code(dtype: torch.dtype) -> str:
+    """Return how safetensors names a dtype: F32, BF16, I64, U8, BOOL."""
+    name = str(dtype).removeprefix("torch.")
+    return name.replace("uint", "u").replace("int", "i").replace("float", "f").upper()
 
 
 def write_tensors(path: Path, tensors: Params) -> None:

@@ -38,17 +38,15 @@ class Dataset:
         if num_classes == len(self.classes):
             return self
         rows = self.y < num_classes
-        arrays = {"x": self.x, "y": self.y, "client": self.client, "test": self.test}
-        kept = {key: None if array is None else array[rows] for key, array in arrays.items()}
-        return replace(self, classes=self.classes[:num_classes], **kept)  # type: ignore[arg-type]
+        client, test = (None if array is None else array[rows] for array in (self.client, self.test))
+        classes = self.classes[:num_classes]
+        return replace(self, x=self.x[rows], y=self.y[rows], classes=classes, client=client, test=test)
 
     def match(self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str) -> "Dataset":
         """Number the labels as in `classes`; refuse examples that `whose` model does not take."""
-        if self.x.shape[1:] != shape:
-            raise PfedlaError(f"{self.name}: examples of shape {self.x.shape[1:]}, {whose} takes {shape}")
-        if (self.x.dtype == np.uint8) != pixels:
-            kind = "uint8 images" if pixels else "floats in their own scale"
-            raise PfedlaError(f"{self.name}: x is {self.x.dtype}, but {whose} takes {kind}")
+        if self.x.shape[1:] != shape or (self.x.dtype == np.uint8) != pixels:
+            takes = f"{'uint8 images' if pixels else 'numbers in their own scale'} of shape {shape}"
+            raise PfedlaError(f"{self.name}: x is {self.x.dtype} of shape {self.x.shape[1:]}, {whose} takes {takes}")
         for name in self.classes:
             if name not in classes:
                 raise unknown("class", name, classes)
@@ -62,41 +60,40 @@ def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = Non
     uint8 images keep their type and get the mean and standard deviation of the training part of a ready split
     (else of all examples). Vectors of int32 or int64 (token ids) keep theirs. Other numbers become float32.
     """
-    x = _arrange(name, np.asarray(x))
+    x = np.asarray(x)
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
+        shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
+        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give {shapes}")
     for what, array in (("y", y), ("client", client), ("test", test)):
         if array is not None and np.shape(array) != (len(x),):
             raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
     ready = None if test is None else np.asarray(test)
     if ready is not None and ready.dtype != bool:
         raise PfedlaError(f"{name}: test must be a boolean mask, it is {ready.dtype}")
-    classes, labels = _number(name, "y", y)
-    dataset = Dataset(name=name, x=x, y=labels, classes=classes, test=ready)
-    if client is not None:
-        client_names, owner = _number(name, "client", client)
-        dataset = replace(dataset, client=owner, client_names=client_names)
-    if x.dtype == np.uint8 and x.ndim == 4:
-        mean, std = pixel_statistics(x if ready is None or ready.all() else x[~ready])
-        return replace(dataset, mean=mean, std=std)
-    if x.ndim == 2 and x.dtype.kind == "i" and x.dtype.itemsize >= 4:
-        return replace(dataset, x=x.astype(f"i{x.dtype.itemsize}"))  # in this machine's byte order
-    with np.errstate(over="ignore"):  # the overflow is reported below
-        x = x.astype(np.float32)
-    finite = np.isfinite(x).reshape(len(x), -1).all(1)
-    if not finite.all():
-        raise PfedlaError(f"{name}: x[{finite.argmin()}] is not finite, or too large for float32")
-    return replace(dataset, x=x)
+    x = _arrange(name, x)
+    seen = x if ready is None or ready.all() else x[~ready]
+    mean, std = pixel_statistics(seen) if x.dtype == np.uint8 else ((), ())
+    classes, y = _number(name, "y", y)
+    names, client = ((), None) if client is None else _number(name, "client", client)
+    dataset = Dataset(name=name, x=x, y=y, classes=classes, mean=mean, std=std, test=ready)
+    return replace(dataset, client=client, client_names=names)
 
 
 def _arrange(name: str, x: Array) -> Array:
-    """Return the examples as [n, features] or [n, channels, height, width]."""
-    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
-        shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
-        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give {shapes}")
+    """Return [n, features] of float32 or integers, or [n, channels, height, width] of uint8 or float32."""
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
         x = x.transpose(0, 3, 1, 2)  # channels last
-    return np.ascontiguousarray(x)
+    if x.ndim == 2 and x.dtype.kind == "i" and x.dtype.itemsize >= 4:
+        return np.ascontiguousarray(x, f"i{x.dtype.itemsize}")  # in this machine's byte order
+    if x.ndim == 4 and x.dtype == np.uint8:
+        return np.ascontiguousarray(x)
+    with np.errstate(over="ignore"):  # the overflow is reported below
+        x = np.ascontiguousarray(x, np.float32)
+    if not (finite := np.isfinite(x).reshape(len(x), -1).all(1)).all():
+        raise PfedlaError(f"{name}: x[{finite.argmin()}] is not finite, or too large for float32")
+    return x
 
 
 def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -108,9 +105,8 @@ def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
         pieces = (x[start : start + 4096, channel] for start in range(0, len(x), 4096))
         counts = sum(np.bincount(piece.reshape(-1), minlength=256) for piece in pieces)
         shares = counts / np.sum(counts)
-        center = float(shares @ values)
-        mean.append(center)
-        std.append(float(np.sqrt(shares @ (values - center) ** 2)) or 1.0)  # a constant image is left alone
+        mean.append(float(shares @ values))
+        std.append(float(np.sqrt(shares @ (values - mean[-1]) ** 2)) or 1.0)  # a constant image is left alone
     return tuple(mean), tuple(std)
 
 

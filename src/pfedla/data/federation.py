@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,26 +28,22 @@ class Examples(NamedTuple):
     y: Tensor
 
 
+@dataclass(eq=False)
 class Outline:
     """What a server knows of a federation: how many examples each client has and what an example is."""
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        classes: tuple[str, ...],
-        num_examples: Tensor,
-        *,
-        mean: tuple[float, ...] = (),
-        std: tuple[float, ...] = (),
-        names: tuple[str, ...] = (),
-        leaked_share: float = 0.0,
-        subset: str = "",
-    ) -> None:
-        self.shape, self.classes, self.mean, self.std = shape, classes, mean, std
-        self.num_examples = num_examples  # [clients], for training
-        self.names = names or tuple(map(str, range(len(num_examples))))
-        self.leaked_share = leaked_share  # share of the test examples that train another client
-        self.subset = subset  # the file that was read in place of the official ones, if one was
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    num_examples: Tensor  # [clients], for training
+    _: KW_ONLY
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+    leaked_share: float = 0.0  # share of the test examples that train another client
+    subset: str = ""  # the file that was read in place of the official ones, if one was
+
+    def __post_init__(self) -> None:
+        self.names = self.names or tuple(map(str, range(len(self))))
 
     def __len__(self) -> int:
         return len(self.num_examples)
@@ -77,17 +73,14 @@ class Outline:
 class Federation(Outline):
     """The partitioned data: for each client its training and test examples, and how to normalise them."""
 
-    def __init__(
-        self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...], **known: Any
-    ) -> None:
+    def __init__(self, train: Sequence[Examples], test: Sequence[Examples], classes: tuple[str, ...], **known: Any):
         """`known`: mean, std, names, leaked_share and subset, as in `Outline`."""
         self.train, self.test = tuple(train), tuple(test)
         num_examples = torch.tensor([len(examples.y) for examples in self.train])
         super().__init__(tuple(self.train[0].x.shape[1:]), classes, num_examples, **known)
         for name, own, held_out in zip(self.names, self.train, self.test, strict=True):
             if not len(own.y) or not len(held_out.y):
-                counts = f"{len(own.y)} training and {len(held_out.y)} test examples"
-                raise PfedlaError(f"client {name} has {counts}: it needs both")
+                raise PfedlaError(f"client {name} has {len(own.y)} training and {len(held_out.y)} test examples")
 
     def __repr__(self) -> str:
         sizes = f"{self.num_examples.min()}-{self.num_examples.max()} training examples"
@@ -96,10 +89,10 @@ class Federation(Outline):
     def only(self, clients: Sequence[int]) -> "Federation":
         """Return some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
-        known = {"mean": self.mean, "std": self.std, "subset": self.subset}
-        known["names"] = tuple(self.names[client] for client in clients)
+        names = tuple(self.names[client] for client in clients)
         leaked = _leaked_share_among(train, test) if self.leaked_share else 0.0
-        return Federation(train, test, self.classes, **known, leaked_share=leaked)
+        known = {"mean": self.mean, "std": self.std, "subset": self.subset}
+        return Federation(train, test, self.classes, **known, names=names, leaked_share=leaked)
 
     def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
         """Return the clients that take part in a run, and the others: at least one and never all."""
@@ -116,10 +109,8 @@ class Federation(Outline):
         return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))
 
     def class_counts(self) -> Array:
-        """Return [clients, 2 (train, test), classes]."""
-        pairs = zip(self.train, self.test, strict=True)
-        length = len(self.classes)
-        return np.array([[np.bincount(part.y.numpy(), minlength=length) for part in pair] for pair in pairs])
+        parts, length = zip(self.train, self.test, strict=True), len(self.classes)
+        return np.array([[np.bincount(part.y.numpy(), minlength=length) for part in pair] for pair in parts])
 
 
 def digest_of(train: Examples, test: Examples) -> str:
@@ -147,19 +138,14 @@ def federation_of(
     `test` marks a ready test split; without it 30 % of every client's examples are held out, class by class.
     Further arguments are those of the [data] section: `partition="dirichlet", clients=20, beta=0.3`.
     """
-    plain = {
-        key: value.item() if isinstance(value, np.generic) else value
-        for key, value in settings.items()
-        if value is not None
-    }
+    given = {key: v.item() if isinstance(v, np.generic) else v for key, v in settings.items() if v is not None}
     try:
-        data = Data(dataset="arrays", **plain)
+        data = Data(dataset="arrays", **given)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = str(problem["loc"][0])
+        problem, key = error.errors()[0], str(error.errors()[0]["loc"][0])
         if problem["type"] == "extra_forbidden":
             raise unknown("option", key, Data.model_fields) from None
-        raise PfedlaError(f"{key} = {shown(plain[key])}: {problem['msg'].lower()}") from None
+        raise PfedlaError(f"{key} = {shown(given[key])}: {problem['msg'].lower()}") from None
     return build_federation(data, seed, dataset_of("arrays", x, y, client=client, test=test))[1]
 
 
@@ -186,11 +172,8 @@ def _split(dataset: Dataset, data: Data, seed: int) -> Federation:
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
     split = split_dataset(dataset, data, numpy_generator(seed, "partition"))
-
-    def examples(rows: Array) -> Examples:
-        return Examples(torch.from_numpy(dataset.x[rows]), torch.from_numpy(dataset.y[rows]))
-
-    train, test = ([examples(rows) for rows in part] for part in split)
+    pairs = ([(dataset.x[rows], dataset.y[rows]) for rows in part] for part in split)
+    train, test = ([Examples(torch.from_numpy(x), torch.from_numpy(y)) for x, y in part] for part in pairs)
+    names = dataset.client_names if data.partition == "client" else ()
     known = {"mean": dataset.mean, "std": dataset.std, "subset": dataset.subset}
-    known["names"] = dataset.client_names if data.partition == "client" else ()
-    return Federation(train, test, dataset.classes, **known, leaked_share=leaked_share(split))
+    return Federation(train, test, dataset.classes, **known, names=names, leaked_share=leaked_share(split))

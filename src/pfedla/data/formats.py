@@ -19,36 +19,35 @@ CIFAR_IMAGE = (3, 32, 32)
 CIFAR_BATCH = 10_000  # images in a published batch or test file
 
 
+def _check(path: Path, whole: bool, problem: str) -> None:
+    if not whole:
+        raise PfedlaError(f"{path}: damaged, {problem}; fetch it again")
+
+
 def read_idx(path: Path) -> Array:
     """Read an IDX file of unsigned bytes, gzipped or not."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
-            if zeros != 0 or kind != 8 or not 1 <= dimensions <= 4:
-                raise PfedlaError(f"{path}: not an IDX file of unsigned bytes; fetch it again")
+            _check(path, zeros == 0 and kind == 8 and 1 <= dimensions <= 4, "not an IDX file of unsigned bytes")
             shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
             expected = math.prod(shape)
             possible = path.stat().st_size * (INFLATION if path.suffix == ".gz" else 1)
-            if expected > min(possible, LARGEST):
-                raise PfedlaError(f"{path}: claims {expected} bytes, more than there can be; fetch it again")
+            _check(path, expected <= min(possible, LARGEST), f"claims {expected} bytes, more than there can be")
             content = file.read(expected + 1)
     except (struct.error, EOFError, OSError, zlib.error) as error:
         raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it again") from error
-    if len(content) != expected:
-        raise PfedlaError(f"{path}: {len(content)} bytes, its header says {expected}; fetch it again")
+    _check(path, len(content) == expected, f"{len(content)} bytes, its header says {expected}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) -> tuple[Array, Array]:
     """Read images of 28x28 and their labels, numbered from 0 (`first` is the first class in the file)."""
     x, y = read_idx(images), read_idx(labels)
-    if x.shape[1:] != (28, 28) or not len(x):
-        raise PfedlaError(f"{images}: an array of shape {x.shape}, not images of 28x28; fetch it again")
-    if y.shape != (len(x),):
-        raise PfedlaError(f"{labels}: an array of shape {y.shape} for {len(x)} images; fetch both again")
+    _check(images, x.shape[1:] == (28, 28) and len(x) > 0, f"an array of shape {x.shape}, not images of 28x28")
+    _check(labels, y.shape == (len(x),), f"an array of shape {y.shape} for {len(x)} images")
     last = first + num_classes - 1
-    if y.min() < first or y.max() > last:
-        raise PfedlaError(f"{labels}: labels {y.min()}..{y.max()}, not {first}..{last}; fetch it again")
+    _check(labels, first <= y.min() and y.max() <= last, f"labels {y.min()}..{y.max()}, not {first}..{last}")
     return x, y.astype(np.int64) - first
 
 
@@ -60,36 +59,19 @@ def read_cifar(
     The format has no header, so this checks whole records, labels in range, the sizes of the files to one
     another (`parts`), and for files of the published size the SHA-256.
     """
-    record = len(num_labels) + math.prod(CIFAR_IMAGE)
-    counts = [_count_records(path, record) for path in files]
-    unit = max(count // part for count, part in zip(counts, parts, strict=True))  # damage makes a file shorter
-    labels = np.empty((sum(counts), len(num_labels)), np.int64)
-    images = np.empty((sum(counts), *CIFAR_IMAGE), np.uint8)
-    start = 0
-    for path, count, part in zip(files, counts, parts, strict=True):
-        if count != part * unit:
-            raise PfedlaError(f"{path}: incomplete, {count} images instead of {part * unit}; fetch it again")
-        records = np.fromfile(path, np.uint8)
-        if unit == CIFAR_BATCH and hashlib.sha256(records.data).hexdigest() != digests[path.name]:
-            raise PfedlaError(f"{path}: damaged, its checksum is not the published one; fetch it again")
-        records = records.reshape(-1, record)
-        labels[start : start + count] = records[:, : len(num_labels)]
-        images[start : start + count] = records[:, len(num_labels) :].reshape(-1, *CIFAR_IMAGE)
-        start += count
-        if (records[:, : len(num_labels)] >= num_labels).any():
-            raise PfedlaError(f"{path}: labels out of range; not CIFAR's binary version, fetch it again")
-    return labels, images
-
-
-def _count_records(path: Path, record: int) -> int:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(2)
-    except OSError as error:
-        raise PfedlaError(f"{path}: cannot be read ({error.strerror})") from None
-    if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # no label is 128
-        raise PfedlaError(f"{path}: a pickle, which is never opened; use CIFAR's binary version")
-    if not size or size % record or size > LARGEST:
-        raise PfedlaError(f"{path}: damaged, {size} bytes are not whole records of {record}; fetch it again")
-    return size // record
+    kinds, record = len(num_labels), len(num_labels) + math.prod(CIFAR_IMAGE)
+    sizes = [path.stat().st_size for path in files]
+    for path, size in zip(files, sizes, strict=True):
+        whole = 0 < size <= LARGEST and size % record == 0
+        _check(path, whole, f"{size} bytes are not whole records of CIFAR's binary version")
+    unit = max(size // record // part for size, part in zip(sizes, parts, strict=True))  # damage makes a file shorter
+    pieces = []
+    for path, part in zip(files, parts, strict=True):
+        records = np.fromfile(path, np.uint8).reshape(-1, record)
+        _check(path, len(records) == part * unit, f"{len(records)} images instead of {part * unit}")
+        published = unit != CIFAR_BATCH or hashlib.sha256(records.data).hexdigest() == digests[path.name]
+        _check(path, published, "its checksum is not the published one")
+        _check(path, bool((records[:, :kinds] < num_labels).all()), "labels out of range")
+        pieces.append(records)
+    labels = np.concatenate([records[:, :kinds] for records in pieces]).astype(np.int64)
+    return labels, np.concatenate([records[:, kinds:] for records in pieces]).reshape(-1, *CIFAR_IMAGE)

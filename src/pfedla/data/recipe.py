@@ -12,7 +12,7 @@ from pfedla.data.datasets import KNOWN
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
 TEST_SHARE = 0.3  # the paper's
 MOST_CELLS = 2**24  # clients times classes: the size of the tables
-TOY_CLIENTS, TOY_CLASSES, TOY_CLASSES_PER_CLIENT = 6, 9, 3
+TOY = {"clients": 6, "classes_per_client": 3, "classes_limit": 9}
 USED_BY = {
     "classes_per_client": ("classes", "twins", "chain", "toy"),
     "dominant_classes": ("dominant",),
@@ -67,15 +67,11 @@ def require(value: T | Auto) -> T:
 
 def limit_classes(data: Data, dataset: Dataset) -> Dataset:
     """Return the examples of the classes that are used."""
-    known, limit = KNOWN.get(data.dataset), data.classes_limit
+    known, there = KNOWN.get(data.dataset), len(dataset.classes)
+    default = min(there, (known.classes_limit if known else None) or there)
     if data.partition == "toy":
-        if limit not in (AUTO, TOY_CLASSES):
-            raise PfedlaError(f"classes_limit: partition 'toy' has {TOY_CLASSES} classes; leave it out")
-        limit = TOY_CLASSES
-    if limit == AUTO:
-        there = len(dataset.classes)
-        limit = min(there, (known.classes_limit if known else None) or there)
-    return dataset.keep_classes(require(limit))
+        default = TOY["classes_limit"]
+    return dataset.keep_classes(default if data.classes_limit == AUTO else data.classes_limit)
 
 
 def resolve(data: Data, dataset: Dataset) -> Data:
@@ -83,33 +79,37 @@ def resolve(data: Data, dataset: Dataset) -> Data:
 
     `samples_per_client` stays "auto" where the split takes as many examples as there are.
     """
-    partition = data.partition
-    if partition == AUTO:
-        partition = "client" if dataset.client_names else "classes"
+    owners, num_classes = len(dataset.client_names), len(dataset.classes)
+    partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
+    if partition == "client" and not owners:
+        raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client' with the owner of each example")
     for key, users in USED_BY.items():
         if getattr(data, key) != AUTO and partition not in users:
             raise PfedlaError(f"{key} is only used by partition {', '.join(users)}, not by {partition}")
+    fixed: dict[str, Any] = TOY if partition == "toy" else {}
     if partition == "client":
-        _check_own_clients(data, dataset)
+        fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
+        fixed |= {} if dataset.test is None else {"test_share": AUTO}
+    for key, value in fixed.items():
+        if getattr(data, key) not in (AUTO, value):
+            raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
     defaults = {
         key: value
-        for key, value in _defaults(data, partition, dataset).items()
+        for key, value in (_defaults(data.dataset, partition, num_classes) | fixed).items()
         if getattr(data, key) == AUTO and partition in USED_BY.get(key, (partition,))
     }
-    num_classes = len(dataset.classes)
     resolved = data.model_copy(update=defaults | {"partition": partition, "classes_limit": num_classes})
     clients = require(resolved.clients)
-    if clients > len(dataset.y):
-        raise PfedlaError(f"clients = {clients}, but {dataset.name} has only {len(dataset.y)} examples")
-    if clients * num_classes > MOST_CELLS:
-        raise PfedlaError(f"clients = {clients} times {num_classes} classes is more than {MOST_CELLS:,}")
+    if clients > len(dataset.y) or clients * num_classes > MOST_CELLS:
+        most = f"{len(dataset.y)} examples and {MOST_CELLS:,} clients times classes"
+        raise PfedlaError(f"clients = {clients} is too many for {dataset.name}: at most {most}")
     return resolved
 
 
-def _defaults(data: Data, partition: Partition, dataset: Dataset) -> dict[str, Any]:
-    num_classes, known = len(dataset.classes), KNOWN.get(data.dataset)
-    found: dict[str, Any] = {
-        "clients": {"twins": 8, "chain": 8, "toy": TOY_CLIENTS}.get(partition, 10),
+def _defaults(name: str, partition: Partition, num_classes: int) -> dict[str, Any]:
+    known = KNOWN.get(name)
+    return {
+        "clients": 8 if partition in ("twins", "chain") else 10,
         "classes_per_client": 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes),
         "dominant_classes": 6 if num_classes >= 100 else min(2, max(1, num_classes // 2)),
         "dominant_share": 0.6,
@@ -118,23 +118,3 @@ def _defaults(data: Data, partition: Partition, dataset: Dataset) -> dict[str, A
         "test_share": TEST_SHARE,
         "samples_per_client": (known.samples_per_client if known else None) or AUTO,
     }
-    if partition == "toy":
-        found["classes_per_client"] = TOY_CLASSES_PER_CLIENT
-    if partition == "client":
-        found |= {"clients": len(dataset.client_names), "samples_per_client": AUTO}
-        if dataset.test is not None:
-            del found["test_share"]
-    return found
-
-
-def _check_own_clients(data: Data, dataset: Dataset) -> None:
-    name, found = dataset.name, len(dataset.client_names)
-    if not found:
-        raise PfedlaError(f"partition 'client': {name} has no array 'client' with the owner of each example")
-    if data.clients not in (AUTO, found):
-        raise PfedlaError(f"clients = {data.clients}, but {name} names {found} clients; leave it out")
-    if data.samples_per_client != AUTO or data.overlapping:
-        key = "overlapping" if data.overlapping else "samples_per_client"
-        raise PfedlaError(f"{key}: {name} names the owner of each example, and all are used; leave it out")
-    if dataset.test is not None and data.test_share != AUTO:
-        raise PfedlaError(f"test_share: {name} has a ready test split; leave it out")

@@ -8,7 +8,7 @@ import numpy as np
 
 from pfedla.core.errors import PfedlaError
 from pfedla.data.dataset import Array, Dataset
-from pfedla.data.recipe import TOY_CLASSES, TOY_CLASSES_PER_CLIENT, TOY_CLIENTS, Data, require
+from pfedla.data.recipe import Data, require
 
 FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is repeated
 DRAWS = 1000
@@ -25,50 +25,31 @@ class Rule(NamedTuple):
 def rule_of(dataset: Dataset, data: Data, rng: np.random.Generator) -> Rule:
     if data.partition in DEALT:
         return _deal(np.bincount(dataset.y, minlength=len(dataset.classes)), data, int(rng.integers(2**63)))
-    if data.partition == "dominant":
-        shares = _choose_dominant(dataset, data, rng)
-    else:
-        shares = _choose_holders(dataset, data, rng) / require(data.classes_per_client)
+    shares = (_choose_dominant if data.partition == "dominant" else _choose_holders)(dataset, data, rng)
     demand = shares.max(0) if data.overlapping else shares.sum(0)
     return Rule(lambda samples: round_table(samples * shares), demand)
 
 
-# Rules that say which classes a client holds
-
-
 def _choose_holders(dataset: Dataset, data: Data, rng: np.random.Generator) -> Array:
-    """Return [clients, classes] booleans. A client then gets equally many examples of each of its classes."""
-    clients, each = require(data.clients), require(data.classes_per_client)
-    num_classes, partition = len(dataset.classes), data.partition
-    if partition == "toy" and (clients, each) != (TOY_CLIENTS, TOY_CLASSES_PER_CLIENT):
-        raise PfedlaError("partition 'toy' is fixed; leave clients and classes_per_client out")
-    needed = {"chain": each + 1, "twins": 2 * each, "toy": TOY_CLASSES}.get(partition, each)
-    if num_classes < needed:
-        have = f"classes_per_client = {each} with partition '{partition}' needs {needed} classes"
-        raise PfedlaError(f"{have}, {dataset.name} has {num_classes}")
-    if partition == "classes":
-        return assign_classes(clients, num_classes, each, rng)
-    if partition == "chain":
-        return _consecutive([*range(clients)], each, num_classes)
-    if partition == "toy":  # client 0 shares two classes with client 1, one with client 5 and none with the others
-        return _consecutive([3 * client // 2 for client in range(clients)], each, num_classes)
-    return _twins(clients, num_classes, each, rng)
+    """Give each client a few classes, of all the same share [clients, classes]."""
+    clients, each, num_classes = require(data.clients), require(data.classes_per_client), len(dataset.classes)
+    if num_classes < (needed := {"chain": each + 1, "twins": 2 * each}.get(data.partition, each)):
+        raise PfedlaError(f"classes_per_client = {each} needs {needed} classes, {dataset.name} has {num_classes}")
+    if data.partition == "classes":
+        return assign_classes(clients, num_classes, each, rng) / each
+    if data.partition == "twins":
+        return _choose_twins(clients, num_classes, each, rng) / each
+    # Consecutive classes. In "toy" client 0 shares two with client 1, one with client 5 and none with the others.
+    starts = np.arange(clients) * 3 // 2 if data.partition == "toy" else np.arange(clients)
+    shares = np.zeros((clients, num_classes))
+    np.put_along_axis(shares, (starts[:, None] + np.arange(each)) % num_classes, 1 / each, axis=1)
+    return shares
 
 
-def _consecutive(starts: list[int], each: int, num_classes: int) -> Array:
-    """Consecutive classes from each start, around the class list."""
-    holds = np.zeros((len(starts), num_classes), bool)
-    for client, start in enumerate(starts):
-        holds[client, np.arange(start, start + each) % num_classes] = True
-    return holds
-
-
-def _twins(clients: int, num_classes: int, each: int, rng: np.random.Generator) -> Array:
+def _choose_twins(clients: int, num_classes: int, each: int, rng: np.random.Generator) -> Array:
     """Client 0 is the target, 1 has its classes, 2 all but one of them; the others have none of them."""
     if clients < 4:
-        raise PfedlaError(
-            f"partition 'twins' needs clients = 4 or more (target, twin, similar one, others), not {clients}"
-        )
+        raise PfedlaError(f"clients = {clients}: partition 'twins' needs 4 (target, twin, similar one, others) or more")
     order = rng.permutation(num_classes)
     target, rest = order[:each], order[each:]
     holds = np.zeros((clients, num_classes), bool)
@@ -100,19 +81,16 @@ def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: np.
 
 def _choose_dominant(dataset: Dataset, data: Data, rng: np.random.Generator) -> Array:
     """All classes, of which a few random ones together make up `dominant_share`."""
-    num_classes, few, share = (len(dataset.classes), require(data.dominant_classes), require(data.dominant_share))
-    if few >= num_classes:
-        raise PfedlaError(f"dominant_classes = {few}, but {dataset.name} has only {num_classes} classes")
-    if share <= few / num_classes:
-        raise PfedlaError(f"dominant_share = {share}: {few} of {num_classes} classes would not dominate")
+    num_classes, few, share = len(dataset.classes), require(data.dominant_classes), require(data.dominant_share)
+    if few >= num_classes or share <= few / num_classes:
+        what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
+        raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
     holds = assign_classes(require(data.clients), num_classes, few, rng)
     return np.where(holds, share / few, (1 - share) / (num_classes - few))
 
 
-# Rules that deal out a pool with the data set's own shares of classes
-
-
 def _deal(available: Array, data: Data, seed: int) -> Rule:
+    """Deal out a pool that has the data set's own shares of classes."""
     clients, there = require(data.clients), int(available.sum())
 
     def count(samples: int) -> Array:
@@ -144,26 +122,19 @@ def _deal_shards(pool: Array, samples: int, data: Data, rng: np.random.Generator
 
 
 def _deal_dirichlet(pool: Array, samples: int, data: Data, rng: np.random.Generator) -> Array:
-    """Deal each class to the clients by shares drawn from Dirichlet(beta) (Yurochkin et al. 2019).
-
-    Sizes differ; `samples` is their mean.
-    """
+    """Deal each class by shares drawn from Dirichlet(beta) (Yurochkin et al. 2019); `samples` is the mean size."""
     clients, beta = require(data.clients), require(data.beta)
     fewest = max(2, min(FEWEST, samples // 2))
     for _ in range(DRAWS):
         shares = rng.dirichlet(np.full(clients, beta), size=len(pool))
-        counts = [round_shares(row, count) for row, count in zip(shares, pool, strict=True)]
-        examples = np.stack(counts, axis=1)
+        examples = np.stack([round_shares(row, count) for row, count in zip(shares, pool, strict=True)], axis=1)
         if examples.sum(1).min() >= fewest:
             return examples
-    lacking = f"in {DRAWS} draws some of the {clients} clients always had fewer than {fewest} examples"
-    raise PfedlaError(f"beta = {beta}: {lacking}; use a larger beta, fewer clients or more samples per client")
+    few = f"in {DRAWS} draws one of {clients} clients always had fewer than {fewest} examples"
+    raise PfedlaError(f"beta = {beta}: {few}; use a larger beta, fewer clients or more samples per client")
 
 
 DEALT = {"iid": _deal_iid, "shards": _deal_shards, "dirichlet": _deal_dirichlet}
-
-
-# Shares to whole numbers, without favouring a client or a class
 
 
 def round_shares(shares: Array, total: int) -> Array:
@@ -176,11 +147,9 @@ def round_shares(shares: Array, total: int) -> Array:
 
 
 def round_table(exact: Array, totals: Array | None = None) -> Array:
-    """Round a table so that its rows sum to `totals` and its columns stay within one of their sums.
+    """Round a table: its rows sum to `totals` (else to their own sums), its columns to theirs within one if possible.
 
-    Without `totals` the rows of `exact` sum to whole numbers and keep them; with it, the columns come as near
-    as that allows. Rounding row by row would favour the same columns in every row: of a hundred classes, some
-    would never be tested.
+    Rounding row by row would favour the same columns in every row: of a hundred classes, some would never be tested.
     """
     sums = exact.sum(1)
     totals = np.round(sums).astype(np.int64) if totals is None else totals
@@ -193,7 +162,11 @@ def round_table(exact: Array, totals: Array | None = None) -> Array:
         chosen = np.argsort(np.where(free, -owed, np.inf), kind="stable")[: totals[row] - counts[row].sum()]
         up[row, chosen] = True
         owed[chosen] -= 1
-    while (path := _find_transfer(up, movable, -owed)) is not None:
+    while np.abs(owed).max() >= 1 - EPSILON:  # move a unit from a column with too much to one with too little
+        most, least, passes = int(owed.argmin()), int(owed.argmax()), up.T @ (movable & ~up)  # [from, to]
+        path = _find_path(most, passes, owed - owed[most]) or _find_path(least, passes.T, owed[least] - owed)[::-1]
+        if not path:  # there is one if the rows' sums are exact: it is a flow problem
+            break
         for column, following in pairwise(path):
             row = np.flatnonzero(up[:, column] & movable[:, following] & ~up[:, following])[0]
             up[row, column], up[row, following] = False, True
@@ -202,34 +175,13 @@ def round_table(exact: Array, totals: Array | None = None) -> Array:
     return counts + up
 
 
-def _find_transfer(up: Array, movable: Array, excess: Array) -> list[int] | None:
-    """Find columns along which one unit can move from a column with too much to one with too little.
-
-    None when every column is within one of its exact sum. Until then such a path exists if the rows' sums are
-    exact (it is a flow problem); if they were rounded, there may be none.
-    """
-    most, least = int(excess.argmax()), int(excess.argmin())
-    if excess[most] < 1 - EPSILON and excess[least] > EPSILON - 1:
-        return None
-    passes = up.T @ (movable & ~up)  # [from, to]: some row can move a unit
-    if (path := _find_path(most, passes, excess[most] - excess)) is not None:
-        return path
-    path = _find_path(least, passes.T, excess - excess[least])
-    return None if path is None else path[::-1]
-
-
-def _find_path(start: int, passes: Array, gap: Array) -> list[int] | None:
-    """Find the shortest path from a column to one whose excess differs by more than a unit."""
-    came_from = {start: start}
-    queue = [start]
-    for column in queue:
-        if gap[column] > 1 + EPSILON:
-            path = [column]
-            while path[-1] != start:
-                path.append(came_from[path[-1]])
-            return path[::-1]
-        for neighbour in np.flatnonzero(passes[column]).tolist():
-            if neighbour not in came_from:
-                came_from[neighbour] = column
-                queue.append(neighbour)
-    return None
+def _find_path(start: int, passes: Array, gap: Array) -> list[int]:
+    """Find the shortest path from a column to one that is more than a unit away."""
+    paths, seen = [[start]], {start}
+    for path in paths:
+        if gap[path[-1]] > 1 + EPSILON:
+            return path
+        following = [column for column in np.flatnonzero(passes[path[-1]]).tolist() if column not in seen]
+        seen.update(following)
+        paths += [[*path, column] for column in following]
+    return []

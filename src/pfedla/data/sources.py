@@ -7,27 +7,28 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO
+
+from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import sha256
 
 LARGEST_MEMBER = 2**30  # bytes
+UNREADABLE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(BaseModel, frozen=True):
     """The files of a data set, where they are and how to get them."""
 
     folder: str  # below the data directory
     files: tuple[str, ...]  # what the loader reads; a .gz may also be there unpacked
-    md5: Mapping[str, str]  # of the downloads, as published: the files themselves, or an archive
+    md5: dict[str, str]  # of the downloads, as published: the files themselves, or an archive
     hosts: tuple[str, ...]  # tried in this order
     megabytes: int  # to download
     members: tuple[str, ...] = ()  # the files to take out of the archive; empty: the downloads are the files
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the members, where published
+    sha256: dict[str, str] = {}  # of the members, where published
     elsewhere: Path | None = None  # where a distribution's package puts the files
 
     @property
@@ -65,15 +66,14 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 def download(name: str, source: Source) -> None:
     """Download the files into the data directory; archives are checked before they are unpacked."""
+    folder = data_directory() if source.members else source.home
     for file in source.md5:
-        if not source.members:
-            _retrieve(name, source, file, source.home)
-            continue
-        was_there = (data_directory() / file).exists()
-        archive = _retrieve(name, source, file, data_directory())
-        unpack(archive, source.home, source.members, source.digests)
-        if not was_there:
-            archive.unlink()
+        was_there = (folder / file).exists()
+        path = _retrieve(name, source, file, folder)
+        if source.members:
+            unpack(path, source.home, source.members, source.sha256)
+            if not was_there:
+                path.unlink()
 
 
 def _retrieve(name: str, source: Source, file: str, folder: Path) -> Path:
@@ -81,67 +81,48 @@ def _retrieve(name: str, source: Source, file: str, folder: Path) -> Path:
 
     pooch.get_logger().setLevel("WARNING")
     folder.mkdir(parents=True, exist_ok=True)
-    here, md5, reasons = folder / file, source.md5[file], []
-    if here.is_file() and (found := pooch.file_hash(str(here), alg="md5")) != md5:
-        reasons.append(f"{here} is damaged or incomplete: its MD5 is {found}, not {md5}")
+    reasons = []
     for url in (host + file for host in source.hosts):
         try:
-            return Path(pooch.retrieve(url, f"md5:{md5}", fname=file, path=folder, progressbar=True))
+            return Path(pooch.retrieve(url, f"md5:{source.md5[file]}", fname=file, path=folder, progressbar=True))
         except Exception as error:  # pooch passes on whatever the network raised
             wrong = isinstance(error, ValueError) and "hash" in str(error)
             reasons.append(f"{url}: {'not the published checksum' if wrong else type(error).__name__}")
-    instead = f"; or put {', '.join(source.files)} into {source.home}" if source.members else ""
-    raise PfedlaError(
-        f"{name} could not be downloaded ({'; '.join(reasons)}): get {file} on another machine, put it into "
-        f"{folder} and run this again{instead}"
-    )
+    instead = f", or put {', '.join(source.files)} into {source.home}" if source.members else ""
+    failed = f"{name} could not be downloaded ({'; '.join(reasons)})"
+    raise PfedlaError(f"{failed}: put it, whole, at {folder / file} and run this again{instead}")
 
 
 def unpack(archive: Path, target: Path, members: tuple[str, ...], digests: Mapping[str, str]) -> None:
     """Take the named files out of an archive into a flat folder: all of them or none."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".unpacking-") as scratch:
-        found = {}
+        found = {name: Path(scratch) / name for name in members}
         try:
-            for path, size, content in _members(archive):
-                if path.name not in members:
-                    continue
-                if size > LARGEST_MEMBER:
-                    raise PfedlaError(f"{archive} is not used: {path} would be {size} bytes")
-                found[path.name] = Path(scratch) / path.name
-                with content as source, found[path.name].open("wb") as file:
-                    shutil.copyfileobj(source, file, 2**20)
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
+            for path, size, content in _read_members(archive):
+                if path.is_absolute() or ".." in path.parts or ":" in str(path) or size > LARGEST_MEMBER:
+                    raise PfedlaError(f"{archive} is not used: {path} leaves its folder or is too large ({size} bytes)")
+                if path.name in found:
+                    with content, found[path.name].open("wb") as copy:
+                        shutil.copyfileobj(content, copy, 2**20)
+        except UNREADABLE as error:
             raise PfedlaError(f"{archive}: damaged or incomplete ({error}); delete it, fetch it again") from error
-        for name in members:
-            if name not in found:
-                raise PfedlaError(f"{archive} is not used: it has no {name}")
-            if name in digests and sha256(found[name]) != digests[name]:
-                raise PfedlaError(f"{archive} is not used: the checksum of {name} is not the published one")
-        for name in members:
-            found[name].replace(target / name)
+        for name, file in found.items():
+            if not file.exists() or (name in digests and sha256(file) != digests[name]):
+                raise PfedlaError(f"{archive} is not used: {name} is not in it, or not with the published checksum")
+        for name, file in found.items():
+            file.replace(target / name)
 
 
-def _members(archive: Path) -> Iterator[tuple[PurePosixPath, int, IO[bytes]]]:
-    """Yield the files of a tar or zip archive; refuse an archive if any member leaves its folder."""
+def _read_members(archive: Path) -> Iterator[tuple[PurePosixPath, int, IO[bytes]]]:
+    """Yield the regular files of a tar or zip archive; links and devices are left out."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as zipped:
             for info in zipped.infolist():
-                path = _check_inside(archive, info.filename)
                 if not info.is_dir():
-                    yield path, info.file_size, zipped.open(info)
+                    yield PurePosixPath(info.filename.replace("\\", "/")), info.file_size, zipped.open(info)
         return
     with tarfile.open(archive) as tarred:
         for member in tarred:
-            path = _check_inside(archive, member.name)
-            if member.isreg():
-                yield path, member.size, cast(IO[bytes], tarred.extractfile(member))
-            elif not member.isdir():
-                raise PfedlaError(f"{archive} is not used: {path} is a link or a device")
-
-
-def _check_inside(archive: Path, name: str) -> PurePosixPath:
-    path = PurePosixPath(name.replace("\\", "/"))
-    if path.is_absolute() or ".." in path.parts or ":" in name:
-        raise PfedlaError(f"{archive} is not used: {name!r} points out of its folder")
-    return path
+            if member.isreg() and (content := tarred.extractfile(member)):
+                yield PurePosixPath(member.name), member.size, content
