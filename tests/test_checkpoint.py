@@ -105,7 +105,7 @@ def assert_ends_equal(one: Simulation | None, other: Simulation | None) -> None:
 
 @pytest.mark.parametrize("name", methods(variants=True))
 def test_save_load_continue_is_a_straight_run(name: str, tmp_path: Path) -> None:
-    """For every method, with clients that stay away and send nonsense; stopped once after a round and once within one."""
+    """For every method, with clients that drop out or send nonsense; stopped once after a round and once within one."""
     straight = go(tmp_path / "straight", name)
     assert go(tmp_path / "cut", name, stop_after=1) is None
     assert go(tmp_path / "cut", name, drop_in=4) is None

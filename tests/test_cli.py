@@ -342,8 +342,7 @@ def test_compare_prints_a_dash_where_a_method_does_not_apply(pfedla, tmp_path: P
         "compare", "-a", "fedavg,heurpfedla", *QUICK, "--set", "heurpfedla.retained_layers=9", "--out", "c"
     )
     assert code == 0
-    row = next(line for line in out.splitlines() if "heurpfedla" in line)
-    assert "not applicable" in row
+    assert next(line for line in out.splitlines() if "heurpfedla" in line).count("–") > 1
     assert "retained_layers" in out
     assert "–" in (tmp_path / "c" / "comparison.md").read_text()
 
