@@ -143,7 +143,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(algorithm, dict) and "rule" in algorithm:
         if algorithm.pop("rule") == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
-        known = default_options(algorithm["name"])
+        known = default_options(algorithm.get("name", "pfedla"))
         values["algorithm"] = {key: value for key, value in algorithm.items() if key == "name" or key in known}
     return values
 
