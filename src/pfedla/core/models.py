@@ -91,7 +91,7 @@ def outline(name: str, shape: Shape, num_classes: int) -> nn.Module:
     """Return a named model without memory (on "meta"); refuse one that is impossible or too large."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
-    if _side(shape) < SMALLEST[name]:
+    if _side(shape) < SMALLEST.get(name, 0):
         least = f"images of at least {SMALLEST[name]}x{SMALLEST[name]}"
         raise PfedlaError(f"model {name!r} takes {least}, not examples of shape {shape}; use {model_for(shape)}")
     size = max(math.prod(shape), num_classes)
