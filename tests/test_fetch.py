@@ -144,15 +144,6 @@ def test_without_a_network_the_error_says_which_files_to_put_where(tmp_path, mon
     assert all(word in err for word in named)
 
 
-def test_a_damaged_archive_brought_by_hand_is_named(tmp_path: Path, monkeypatch, pfedla) -> None:
-    monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path))
-    change(monkeypatch, "cifar10", hosts=("http://127.0.0.1:9/",))
-    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"bad")
-    code, _, err = pfedla("data", "fetch", "cifar10")
-    assert code == 2
-    assert str(tmp_path / "cifar-10-binary.tar.gz") in err
-
-
 def test_a_data_directory_that_cannot_be_made_is_not_the_networks_fault(tmp_path: Path, monkeypatch, pfedla) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path / "file"))

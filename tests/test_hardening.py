@@ -29,10 +29,9 @@ from pfedla.core.files import read_json, safe_name
 from pfedla.core.models import MODELS, build_model
 from pfedla.core.tasks import task_of
 from pfedla.core.tensor_files import read_tensors
-from pfedla.data import npz
+from pfedla.data import formats
 from pfedla.data.federation import federation_of
-from pfedla.data.formats import read_cifar, read_idx_pair
-from pfedla.data.npz import load_arrays
+from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
 from pfedla.report.reading import read_result, round_of
 from pfedla.report.tables import failures_lines, result_table, traffic_line, warnings
 from pfedla.runs.build import build
@@ -287,7 +286,7 @@ def test_bombs_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     small = npy("<f8", "(4, 1)") + bytes(32)
     strange = write_npz(tmp_path / "lzma.npz", small, zipfile.ZIP_LZMA)
     assert load_arrays(write_npz(tmp_path / "x.npz", small)).x.shape == (4, 1)
-    monkeypatch.setattr(npz, "LARGEST", size + 200)
+    monkeypatch.setattr(formats, "LARGEST_ARRAY", size + 200)
     for path in (packed, strange):
         with at_most(2**27), pytest.raises(PfedlaError, match=r"x\.npy"):
             load_arrays(path)

@@ -1,5 +1,6 @@
 """The paper's federation on the real files, shortened."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -42,30 +43,22 @@ def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tm
     accuracies = {name: result["accuracy"]["mean"] for name, result in results.items()}
     assert min(accuracies.values()) > 0.3  # four classes a client: a quarter is chance
     assert len({tuple(result["accuracy"]["per_client"]) for result in results.values()}) == 4
-    full = 10 * 6 * 85_822 * 4
-    assert results["fedavg"]["traffic"]["down_bytes"] == results["pfedla"]["traffic"]["down_bytes"] == full
-    assert results["heurpfedla"]["traffic"]["down_bytes"] < full == results["heurpfedla"]["traffic"]["up_bytes"]
     for name in results:
         lines = [json.loads(line) for line in (tmp_path / "c" / f"{name}-s0" / "rounds.jsonl").read_text().splitlines()]
         assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 @pytest.mark.parametrize("algorithm", ["pfedla", "heurpfedla"])
-def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(
-    pfedla, real, tmp_path: Path, algorithm: str
-) -> None:
+def test_the_papers_cnn_is_bit_identical_for_any_number_of_threads(pfedla, real, algorithm: str) -> None:
     real("fashion-mnist")
     for threads in (1, 2, 3):
-        code, _, err = pfedla(
-            "run", "-a", algorithm, *FEDERATION, "--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q"
-        )
+        how = ("--rounds", 2, "--threads", threads, "--out", f"t{threads}", "-q")
+        code, _, err = pfedla("run", "-a", algorithm, *FEDERATION, *how)
         assert code == 0, err
-    for other in ("t2", "t3"):
-        for path in sorted((tmp_path / "t1" / "models").iterdir()):
-            one, two = load_file(path), load_file(tmp_path / other / "models" / path.name)
-            assert all(torch.equal(one[name], two[name]) for name in one)
-        first, second = (load_file(tmp_path / run / "alpha.safetensors")["alpha"] for run in ("t1", other))
-        assert torch.equal(first, second)
+    names = [path.relative_to("t1") for path in (*Path("t1/models").iterdir(), Path("t1/alpha.safetensors"))]
+    for other, name in itertools.product(("t2", "t3"), names):
+        one, two = load_file(Path("t1", name)), load_file(Path(other, name))
+        assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])

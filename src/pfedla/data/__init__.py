@@ -1,1 +1,1 @@
-"""Files to arrays (datasets, npz), labels to indices (partition), arrays to clients (federation)."""
+"""Files to arrays (datasets, formats), labels to indices (partition), arrays to clients (federation)."""

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.data.dataset import Array, Dataset, pixel_statistics
-from pfedla.data.formats import read_cifar, read_idx_pair
-from pfedla.data.npz import load_arrays
+from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
 from pfedla.data.sources import Source, download
 
 

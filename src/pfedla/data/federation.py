@@ -80,7 +80,9 @@ class Federation(Outline):
         super().__init__(tuple(self.train[0].x.shape[1:]), classes, num_examples, **known)
         for name, own, held_out in zip(self.names, self.train, self.test, strict=True):
             if not len(own.y) or not len(held_out.y):
-                raise PfedlaError(f"client {name} has {len(own.y)} training and {len(held_out.y)} test examples")
+                raise PfedlaError(
+                    f"client {name} has {len(own.y)} training, {len(held_out.y)} test examples: it needs both"
+                )
 
     def __repr__(self) -> str:
         sizes = f"{self.num_examples.min()}-{self.num_examples.max()} training examples"

@@ -1,22 +1,70 @@
-"""The published file formats: IDX (MNIST and others) and CIFAR's binary records."""
+"""The file formats: a user's npz, IDX (MNIST and others), CIFAR's binary records.
+
+Nothing is unpickled, and nothing is allocated that the file does not hold.
+"""
 
 import gzip
 import hashlib
 import math
 import struct
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pfedla.core.errors import PfedlaError
-from pfedla.data.dataset import Array
+from pfedla.core.files import check_size, read_plain_array
+from pfedla.data.dataset import Array, Dataset, dataset_of
 
-LARGEST = 2**30  # bytes; the largest set has 0.6e9
+LARGEST_ARRAY = 2**33  # bytes
+LARGE, DENSEST = 2**28, 200  # an array of more than LARGE bytes may be at most DENSEST times its packed size
+# What numpy and zipfile raise on damaged files
+UNREADABLE = (OSError, ValueError, TypeError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+LARGEST_FILE = 2**30  # bytes, of the published formats; the largest set has 0.6e9
 INFLATION = 1032  # gzip cannot unpack a byte to more
 CIFAR_IMAGE = (3, 32, 32)
 CIFAR_BATCH = 10_000  # images in a published batch or test file
+
+
+def load_arrays(path: Path) -> Dataset:
+    """Read x, y, and optionally client (the owner of each example) and test (a mask): a .npz, or a folder of .npy."""
+    if not path.is_dir():
+        check_size(path)
+    try:
+        arrays = _read_folder(path) if path.is_dir() else _read_npz(path)
+    except UNREADABLE as error:
+        advice = "save plain arrays with numpy.savez (names as y.astype(str))"
+        raise PfedlaError(f"{path}: cannot be read ({error}); {advice}") from None
+    if missing := sorted({"x", "y"} - arrays.keys()):
+        raise PfedlaError(f"{path}: no array {' and '.join(missing)}; give x, y and optionally client and test")
+    return replace(dataset_of(path.name, **arrays), name=path.stem)  # errors name the file
+
+
+def _read_folder(path: Path) -> dict[str, Array]:
+    arrays = {}
+    for file in (path / f"{name}.npy" for name in ("x", "y", "test")):
+        if file.is_file():
+            with file.open("rb") as opened:
+                arrays[file.stem] = read_plain_array(opened, file.stat().st_size, file.name)
+    return arrays
+
+
+def _read_npz(path: Path) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    with zipfile.ZipFile(path) as archive:
+        found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        for name in [name for name in ("x", "y", "client", "test") if name in found]:
+            member, size = found[name], found[name].file_size
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
+                raise ValueError(f"{member.filename} is packed in a way that numpy never does")
+            if size > LARGEST_ARRAY or (size > LARGE and size > DENSEST * member.compress_size):
+                raise ValueError(f"{member.filename} would unpack to {size} bytes; save it unpacked, or save less")
+            with archive.open(member) as file:
+                arrays[name] = read_plain_array(file, size, member.filename)
+    return arrays
 
 
 def _check(path: Path, whole: bool, problem: str) -> None:
@@ -33,7 +81,7 @@ def read_idx(path: Path) -> Array:
             shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
             expected = math.prod(shape)
             possible = path.stat().st_size * (INFLATION if path.suffix == ".gz" else 1)
-            _check(path, expected <= min(possible, LARGEST), f"claims {expected} bytes, more than there can be")
+            _check(path, expected <= min(possible, LARGEST_FILE), f"claims {expected} bytes, more than there can be")
             content = file.read(expected + 1)
     except (struct.error, EOFError, OSError, zlib.error) as error:
         raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it again") from error
@@ -62,7 +110,7 @@ def read_cifar(
     kinds, record = len(num_labels), len(num_labels) + math.prod(CIFAR_IMAGE)
     sizes = [path.stat().st_size for path in files]
     for path, size in zip(files, sizes, strict=True):
-        whole = 0 < size <= LARGEST and size % record == 0
+        whole = 0 < size <= LARGEST_FILE and size % record == 0
         _check(path, whole, f"{size} bytes are not whole records of CIFAR's binary version")
     unit = max(size // record // part for size, part in zip(sizes, parts, strict=True))  # damage makes a file shorter
     pieces = []

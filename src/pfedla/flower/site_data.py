@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from pfedla.core.errors import PfedlaError
 from pfedla.core.tensor_files import write_tensors
 from pfedla.data.federation import Examples, Outline, build_federation, federation_of_one
-from pfedla.data.npz import load_arrays
+from pfedla.data.formats import load_arrays
 from pfedla.runs.experiment import SITES, Experiment
 
 Split = tuple[Examples, Examples]  # training and test examples

@@ -20,7 +20,7 @@ from pfedla.core.tasks import load_tensors, task_of
 from pfedla.core.tensor_files import read_tensors
 from pfedla.core.training import evaluate
 from pfedla.data.federation import Examples, Federation, build_federation, digest_of, federation_of_one
-from pfedla.data.npz import load_arrays
+from pfedla.data.formats import load_arrays
 from pfedla.data.recipe import TEST_SHARE
 from pfedla.runs.experiment import SITES, Experiment, read_toml
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, new_folder
