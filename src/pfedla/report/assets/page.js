@@ -6,14 +6,12 @@ const several = (data) => data.runs.length > 1;
 function summarySection(data) {
   const explained = el("p", { class: "note" }, "Test accuracy of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, 10th percentile and worst over the clients. After training: of the model right after local training, before it is mixed again. MiB (2^20 bytes): tensors sent, down is server to client.");
   if (several(data)) {
-    const finals = data.runs.map((run) => run.final?.mean ?? -1), best = Math.max(...finals);
-    const rows = data.runs.map((run, position) => {
+    const rows = data.runs.map((run) => {
       const end = run.final;
-      const mean = el("td", { class: finals[position] === best && best >= 0 ? "best" : "" }, end ? percent(end.mean) : "–");
-      return [run.name, mean, ...["std", "p10", "worst", "after"].map((key) => percent(end?.[key])), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
+      return [run.name, ...["mean", "std", "p10", "worst", "after"].map((key) => percent(end?.[key])), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
         end?.seconds == null ? "–" : end.seconds.toFixed(1), `${run.played} of ${run.rounds}`];
     });
-    return [table(["run", "accuracy", "std", "10th percentile", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows, "Bold: the highest mean."), explained];
+    return [table(["run", "accuracy", "std", "10th percentile", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows), explained];
   }
   const [run] = data.runs, end = run.final;
   if (!end) return [el("p", {}, "No round has been evaluated yet.")];
