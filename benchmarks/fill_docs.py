@@ -14,7 +14,8 @@ from typing import Any
 
 from pfedla.report.paired import compare, find_first
 from pfedla.report.tables import markdown_table
-from pfedla.reproduction.paper_tables import by_seed, collect_entries
+from pfedla.reproduction.grid import collect_rows
+from pfedla.reproduction.paper_tables import accuracies_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -64,7 +65,7 @@ def readme_table() -> str:
     lines = [["", *README_COLUMNS], *([row] for row in README_ROWS)]
     differences = [[f"*pFedLA held-out − {other}*"] for other in ("Local", "FedRep")]
     for table, column in README_COLUMNS.values():
-        values = by_seed(collect_entries(read_results(table))[column])
+        values = accuracies_of(collect_rows(read_results(table))[column])
         for line in lines[1:]:
             line.append(show_seeds(values[line[0]]))
         for line, other in zip(differences, ("Local", "FedRep"), strict=True):
@@ -91,8 +92,8 @@ def standing_table() -> str:
     """By column of Tables 1 and 2: the first, and the paired difference of each of our methods to it."""
     lines = [["", "first", *OURS]]
     for table, split in SPLITS.items():
-        for column, rows in collect_entries(read_results(table)).items():
-            values = by_seed(rows)
+        for column, rows in collect_rows(read_results(table)).items():
+            values = accuracies_of(rows)
             first = find_first(values)
             if first is None:
                 continue

@@ -15,7 +15,7 @@ from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import read_result
 from pfedla.report.tables import Row, comparison_json, comparison_lines, comparison_markdown
 from pfedla.reproduction import campaign, paper_tables
-from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
+from pfedla.reproduction.grid import Cell, Grid, Wanted, collect_rows, list_cells, list_names, load_grid, load_paper
 from pfedla.reproduction.paper_figures import write_figures
 from pfedla.reproduction.paper_tables import account
 from pfedla.reproduction.paper_weights import (
@@ -247,7 +247,7 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
         "gave up on 1 of 2 seeds",
         "50.00 ± 14.14 (2)",
     ]
-    assert paper_tables.collect_entries(summary)["A"]["x"].mean is None
+    assert collect_rows(summary)["A"]["x"].mean is None
 
 
 def alpha_cell(values: Any) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert (mixed["accuracy"], mixed["traffic"]) == (result["accuracy"], result["traffic"])
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
-    assert (paper_tables.compute_saved_mib(retained) or 0) > 0
+    assert (paper_tables.average_saved_mib(Row("retained", [retained])) or 0) > 0
     assert group_alpha(summary).keys() == {"digits, pFedLA", "digits, retained"}
     paths = [*paper_tables.write_tables(summary, {}, out), *write_figures(summary, {}, out)]
     assert all(path.stat().st_size for path in paths)

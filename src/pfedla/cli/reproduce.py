@@ -2,19 +2,17 @@
 
 import random
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from pfedla.cli.options import Quiet, out_console, parse_numbers, split_words
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.runs.interruption import Interruption
 
 if TYPE_CHECKING:
-    from pfedla.reproduction.grid import Cell, Grid
+    from pfedla.reproduction.grid import Cell, Grid, Values
 
 RUNS = Path("runs/reproduce")
 Name = Annotated[str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")]
@@ -58,16 +56,21 @@ def reproduce(
     Ctrl-C stops it; the same command continues. Tables share runs: a run whose numbers are in OUT or in a
     folder beside it is not repeated.
     """
-    from pfedla.reproduction import campaign
-    from pfedla.reproduction.grid import Wanted, list_cells, load_grid
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction import campaign, paper_tables
+    from pfedla.reproduction.grid import Wanted, list_cells, list_names, load_grid, load_paper
     from pfedla.runs.progress import Display
 
     if name is None:
-        _list()
+        grids = {one: load_grid(one) for one in list_names()}
+        lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
+        out_console.print(terminal_table([["name", "what", "runs"], *lines]))
         return
     grid = load_grid(name)
     if accounting_only:
-        _account(name, grid)
+        if grid.form != "retained":
+            raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
+        out_console.print(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
         return
     wanted = Wanted(
         datasets=split_words(dataset),
@@ -87,74 +90,44 @@ def reproduce(
             Interruption(quiet) as interruption,
             Display(total, quiet=quiet, hint="the same command continues") as display,
         ):
-            stored = campaign.find_stored(folder, grid)
-            campaign.run_missing(runs, cells, display, interruption.wanted, stored)
+            campaign.run_missing(runs, cells, display, interruption.wanted, campaign.find_stored(folder, grid))
     except Stopped:
         _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
         raise
     _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
 
 
-def _list() -> None:
-    from pfedla.reproduction.grid import list_cells, list_names, load_grid
-
-    table = Table("name", "what", "runs")
-    for name in list_names():
-        grid = load_grid(name)
-        table.add_row(name, grid.title, str(len(list_cells(grid))))
-    out_console.print(table)
-
-
-def _account(name: str, grid: "Grid") -> None:
-    from pfedla.report.tables import terminal_table
-    from pfedla.reproduction.grid import load_paper
-    from pfedla.reproduction.paper_tables import account
-
-    if grid.form != "retained":
-        raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-    out_console.print(terminal_table(account(grid, load_paper(name)), grid.title))
-
-
-def _write(name: str, summary: "dict[str, object]", folder: Path, quiet: bool) -> None:
+def _write(name: str, summary: "Values", folder: Path, quiet: bool) -> None:
     """Write the tables and figures; print the table."""
     from pfedla.report.tables import terminal_table
+    from pfedla.reproduction import paper_tables
     from pfedla.reproduction.grid import load_paper
     from pfedla.reproduction.paper_figures import write_figures
-    from pfedla.reproduction.paper_tables import NOTE, describe_columns, tabulate, write_tables
 
     paper = load_paper(name)
-    paths = [*write_tables(summary, paper, folder), *write_figures(summary, paper, folder)]
+    paths = [*paper_tables.write_tables(summary, paper, folder), *write_figures(summary, paper, folder)]
     if quiet:
         return
     if summary["cells"]:
-        table = terminal_table(tabulate(summary, paper), str(summary["title"]))
-        table.caption = "\n".join([NOTE, *describe_columns(summary)])
-        out_console.print(table)
+        notes = [paper_tables.NOTE, *paper_tables.describe_columns(summary)]
+        out_console.print(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
     for path in paths:
         out_console.print(f"  {path}", soft_wrap=True)
 
 
-def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> None:
+def _check(grid: "Grid", cells: "list[Cell]", folder: Path, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
-    from pfedla.reproduction.campaign import (
-        SUMMARY,
-        list_differences,
-        match,
-        ran_here,
-        read_cells,
-        run_missing,
-        summarise_cell,
-    )
+    from pfedla.reproduction import campaign
     from pfedla.runs.progress import Display
 
-    path = folder / SUMMARY
+    path = folder / campaign.SUMMARY
     if not path.exists():
         raise PfedlaError(f"{path}: no such file; --out names the folder whose numbers are checked")
-    stored = [one for one in read_cells(path) if "accuracy" in one.content]
-    found = [(cell, one.content) for cell in cells if (one := match(cell, stored)) is not None]
+    stored = [one for one in campaign.read_cells(path) if "accuracy" in one.content]
+    found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
     if not found:
         raise PfedlaError(f"{path} has none of the cells that were asked for, with this budget")
-    here = [pair for pair in found if ran_here(pair[1])]
+    here = [pair for pair in found if campaign.ran_here(pair[1])]
     if not here:
         machines = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
         raise PfedlaError(f"none of these cells ran with this torch on this CPU model, but on: {'; '.join(machines)}")
@@ -164,10 +137,10 @@ def _check(grid: "Grid", cells: "Sequence[Cell]", folder: Path, quiet: bool) -> 
         Interruption(quiet) as interruption,
         Display(cell.experiment.rounds, quiet=quiet) as display,
     ):
-        run_missing(Path(place), [cell], display, interruption.wanted)
-        again = summarise_cell(Path(place) / cell.folder, cell, grid)
+        campaign.run_missing(Path(place), [cell], display, interruption.wanted)
+        again = campaign.summarise_cell(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
-    if differs := list_differences(before, again):
+    if differs := campaign.list_differences(before, again):
         made_by = f"before {before['run_by']}, now {again.get('run_by')}"
         raise PfedlaError(f"{what}: {', '.join(differs)} differ from {path}; {made_by}")
     out_console.print(f"{what}: every number is the same as in {path}", soft_wrap=True)

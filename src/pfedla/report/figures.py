@@ -23,22 +23,23 @@ FORMATS = (".png", ".pdf", ".svg")
 BUBBLES = 600  # more clients x classes than this are drawn as a heat map
 
 
-def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **options: Any) -> Any:
-    """Return a figure and its axes without pyplot, which has global state and is not safe in threads."""
+def panels(
+    count: int, size: tuple[float, float], *, most: int = 10, margin: tuple[float, float] = (0, 0), **options: Any
+) -> Any:
+    """Return a figure and `count` axes of the given size, at most so many in a row.
+
+    It does without pyplot, which has global state and is not safe in threads.
+    """
     import matplotlib.figure
 
-    figure = matplotlib.figure.Figure(layout="constrained", figsize=figsize)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def panels(count: int, most: int, size: tuple[float, float], margin: tuple[float, float] = (0, 0)) -> Any:
-    """Return a figure and `count` axes of the given size, at most so many in a row."""
     rows = -(-count // most)
     columns = -(-count // rows)
-    figure, axes = subplots(rows, columns, figsize=(size[0] * columns + margin[0], size[1] * rows + margin[1]))
-    for axis in axes.flat[count:]:
+    figsize = (size[0] * columns + margin[0], size[1] * rows + margin[1])
+    figure = matplotlib.figure.Figure(layout="constrained", figsize=figsize)
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
+    for axis in axes[count:]:
         axis.set_axis_off()
-    return figure, axes.flat[:count]
+    return figure, axes[:count]
 
 
 def finish_curves(
@@ -89,8 +90,8 @@ def draw_run(run: Path) -> list[Path]:
 
 
 def _draw_learning_curve(rounds: Sequence[Values], title: str) -> Any:
-    figure, axes = subplots(figsize=(6, 3.6))
-    axis, x = axes[0, 0], [line["round"] for line in rounds]
+    figure, (axis,) = panels(1, (6, 3.6))
+    x = [line["round"] for line in rounds]
     after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
     axis.plot(x, _percents(rounds, "mean"), label="personal models, mean of clients", color="C0", **_marker(x))
     label = "personal models, 10th percentile of clients"
@@ -106,7 +107,7 @@ def _draw_alpha(alpha: Alpha, neighbours: int | str, title: str) -> Any:
 
     last = alpha.values[-1]
     scale = PowerNorm(0.5, vmin=0, vmax=1)  # a square-root scale shows small weights
-    figure, axes = panels(len(alpha.layers), 5, (2.9, 2.9), (0.8, 0.5))
+    figure, axes = panels(len(alpha.layers), (2.9, 2.9), most=5, margin=(0.8, 0.5))
     ticks = np.arange(0, len(last), -(-len(last) // 10))
     for layer, (axis, name) in enumerate(zip(axes, alpha.layers, strict=True)):
         image = axis.imshow(last[:, layer], norm=scale, cmap="viridis", interpolation="nearest")
@@ -132,8 +133,7 @@ def _draw_attackers(alpha: Alpha, attackers: list[int], title: str) -> Any:
 
 def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, ylabel: str) -> Any:
     """Draw `values` [snapshots, layers, clients], and what `senders` clients get by uniform weights."""
-    figure, axes = subplots(figsize=(6, 3.6))
-    axis = axes[0, 0]
+    figure, (axis,) = panels(1, (6, 3.6))
     for layer, name in enumerate(alpha.layers):
         some = values[:, layer]
         axis.plot(alpha.rounds, some.mean(-1), label=name, color=f"C{layer}")
@@ -150,8 +150,7 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     A method that gave up on a seed has no mean: its other seeds are drawn one by one, as dashed lines.
     """
     shown = [row for row in rows if row.folders]
-    figure, axes = subplots(figsize=(6.5, 4))
-    axis = axes[0, 0]
+    figure, (axis,) = panels(1, (6.5, 4))
     for position, row in enumerate(shown):
         colour, count = f"C{position}", len(row.folders)
         lines = [read_rounds(folder) for folder in row.folders]
@@ -180,8 +179,7 @@ def draw_federation(federation: Values, name: str, path: Path) -> Path:
     longest = max(map(len, labels))
     below = 0.5 if longest <= 3 else 0.5 + 0.075 * longest  # inches below the axis for the names of the classes
     tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
-    figure, axes = subplots(1, 2, figsize=(wide + 2.4, tall), sharey=True, width_ratios=(wide, 2.2))
-    by_class, sizes = axes[0]
+    figure, (by_class, sizes) = panels(2, ((wide + 2.4) / 2, tall), sharey=True, width_ratios=(wide, 2.2))
     key = _draw_classes(figure, by_class, counts.sum(1))
     _label(by_class.yaxis, [shorten(client) for client in federation["clients"]], most=60)
     _label(by_class.xaxis, labels, most=110)

@@ -4,6 +4,7 @@ import base64
 import html
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
@@ -17,19 +18,8 @@ from scipy.spatial.distance import pdist, squareform
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object
-from pfedla.report.reading import (
-    MIB,
-    SPREAD,
-    Array,
-    Values,
-    algorithm_name,
-    honest_part,
-    read_alpha,
-    read_experiment,
-    read_federation,
-    read_result,
-    read_rounds,
-)
+from pfedla.report import reading
+from pfedla.report.reading import MIB, SPREAD, Array, Values, honest_part
 from pfedla.report.tables import warnings, where
 
 SCRIPTS = ("charts.js", "alpha.js", "page.js")
@@ -64,7 +54,7 @@ def render_page(data: Values) -> str:
 
 def collect_page_data(runs: Sequence[Path]) -> Values:
     """Return everything that the page's script draws."""
-    experiments = [read_experiment(run) for run in runs]
+    experiments = [reading.read_experiment(run) for run in runs]
     shown = []
     for run, experiment in zip(runs, experiments, strict=True):
         try:
@@ -99,38 +89,66 @@ def _name_runs(runs: Sequence[Values]) -> list[str]:
 
 
 def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
-    federation, lines = read_federation(run), read_rounds(run)
-    result = read_result(run / "result.json") if (run / "result.json").exists() else None
+    federation, lines = reading.read_federation(run), reading.read_rounds(run)
+    result = reading.read_result(run / "result.json") if (run / "result.json").exists() else None
     last: Values = result or (lines[-1] if lines else {})
     setting = {"subset": "", "leaked_test_share": 0, "overlapping": False} | experiment["data"] | federation
     counts = np.array(federation["train"])
     known = counts if counts.ndim == 2 else None  # [clients, classes]
-    curve = [_summarise_round(line) for line in _thin(lines, PAGE_LINES // num_runs)]
     environment = run / "environment.json"
-    return {
+    phases: Counter[str] = Counter()
+    for line in lines:
+        phases.update(line["seconds"])
+    found = {
         "folder": run.resolve().name,
         "path": os.fspath(run),
-        "algorithm": algorithm_name(experiment),
+        "algorithm": experiment["algorithm"]["name"],
         "seed": experiment["seed"],
         "rounds": experiment["rounds"],
-        "played": result["rounds"] if result else last.get("round", 0),
-        "finished": result is not None,
         "where": where(setting),
-        "warnings": warnings([result]) if result else [ATTACKED] * ("honest" in last),
-        "final": _summarise_result(result) if result else (curve[-1] if curve else None),
-        "curve": curve,
-        "clients": _list_clients(result, federation, known) if result else [],
-        "unseen": _summarise_unseen(result["unseen"]) if result and "unseen" in result else None,
+        "curve": [_summarise_round(line) for line in _thin(lines, PAGE_LINES // num_runs)],
         # A server may not know the fingerprint; then the federation equals no other.
         "fingerprint": federation.get("fingerprint") or f"unknown: {run}",
         "names": federation["clients"],
-        "federation": _collect_federation(federation, known, PAGE_CELLS // num_runs),
+        "federation": None,  # unknown, or too large to draw
         "alpha": _collect_alpha(run, federation, known, PAGE_WEIGHTS // num_runs),
         "failures": last.get("failures", {}),
-        "refused": result["refused_uploads"] if result else None,
-        "phases": result["seconds"]["phases"] if result else _sum_phases(lines),
         "experiment": (run / "experiment.toml").read_text(encoding="utf-8"),
         "environment": read_object(environment) if environment.exists() else {},
+    }
+    if known is not None and known.size <= PAGE_CELLS // num_runs:
+        same = {key: federation[key] for key in ("clients", "classes", "train")}
+        found["federation"] = {**same, "order": order_by_labels(known)}
+    if result:
+        return {**found, **_collect_result(result, federation, known)}
+    final, attacked = _summarise_round(last) if last else None, [ATTACKED] * ("honest" in last)
+    unknown = {"finished": False, "clients": [], "unseen": None, "refused": None, "phases": dict(phases)}
+    return {**found, **unknown, "played": last.get("round", 0), "final": final, "warnings": attacked}
+
+
+def _collect_result(result: Values, federation: Values, counts: Array | None) -> Values:
+    """Return what only a finished run has."""
+    after, unseen = honest_part(result)["accuracy_after_training"]["mean"], result.get("unseen")
+    keys = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
+    return {
+        "finished": True,
+        "played": result["rounds"],
+        "warnings": warnings([result]),
+        "final": _summarise(result, result["traffic"], after=after, seconds=result["seconds"]["total"]),
+        "clients": [
+            {
+                "name": name,
+                "accuracy": result["accuracy"]["per_client"][client],
+                "after": result["accuracy_after_training"]["per_client"][client],
+                "examples": None if counts is None else int(counts[client].sum()),
+                "attacks": client in result.get("attackers", []),
+            }
+            for client, name in enumerate(federation["clients"])
+        ],
+        "unseen": unseen
+        and {"clients": len(unseen["clients"])} | {to: unseen[key]["mean"] for to, key in keys.items()},
+        "refused": result["refused_uploads"],
+        "phases": result["seconds"]["phases"],
     }
 
 
@@ -140,61 +158,22 @@ def _thin(items: Sequence[Any], most: int) -> list[Any]:
     return [items[position] for position in np.unique(spread)]
 
 
-def _summarise_result(result: Values) -> Values:
-    found = honest_part(result)
-    after = found["accuracy_after_training"]["mean"]
-    return _headline(found, result["traffic"]) | {"after": after, "seconds": result["seconds"]["total"]}
+def _summarise(found: Values, traffic: Values, **more: Any) -> Values:
+    """Return what curves and the summary show of a round, or of a whole run."""
+    spread = {key: honest_part(found)["accuracy"][key] for key in SPREAD}
+    return {**spread, "down": traffic["down_bytes"] / MIB, "up": traffic["up_bytes"] / MIB, "seconds": None, **more}
 
 
 def _summarise_round(line: Values) -> Values:
     # After training a line has the mean of all clients only; it is not comparable where some of them attack.
     after = None if "honest" in line else line["accuracy_after_training"]
     same = {key: line[key] for key in ("round", "loss", "training_loss", "retained")}
-    return _headline(honest_part(line), line) | same | {"after": after, "seconds": None}
-
-
-def _headline(found: Values, traffic: Values) -> Values:
-    spread = {key: found["accuracy"][key] for key in SPREAD}
-    return {**spread, "down": traffic["down_bytes"] / MIB, "up": traffic["up_bytes"] / MIB}
-
-
-def _sum_phases(lines: list[Values]) -> dict[str, float]:
-    """Return the seconds by phase, over the rounds that have a line."""
-    phases = dict.fromkeys(phase for line in lines for phase in line["seconds"])
-    return {phase: sum(line["seconds"].get(phase, 0.0) for line in lines) for phase in phases}
-
-
-def _list_clients(result: Values, federation: Values, counts: Array | None) -> list[Values]:
-    """Return every client's accuracies."""
-    return [
-        {
-            "name": name,
-            "accuracy": result["accuracy"]["per_client"][client],
-            "after": result["accuracy_after_training"]["per_client"][client],
-            "examples": None if counts is None else int(counts[client].sum()),
-            "attacks": client in result.get("attackers", []),
-        }
-        for client, name in enumerate(federation["clients"])
-    ]
-
-
-def _summarise_unseen(unseen: Values) -> Values:
-    """Return how many clients joined after the run, and their mean accuracies."""
-    keys = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
-    return {"clients": len(unseen["clients"]), **{name: unseen[key]["mean"] for name, key in keys.items()}}
-
-
-def _collect_federation(federation: Values, counts: Array | None, most: int) -> Values | None:
-    """Return the training examples of each class; None where they are unknown or too many to draw."""
-    if counts is None or counts.size > most:
-        return None
-    same = {key: federation[key] for key in ("clients", "classes", "train")}
-    return {**same, "order": order_by_labels(counts)}
+    return _summarise(line, line, after=after, **same)
 
 
 def _collect_alpha(run: Path, federation: Values, counts: Array | None, weights: int) -> Values | None:
     """Return the snapshots that fit on the page, two bytes a weight, and the self-weights of all."""
-    if (alpha := read_alpha(run)) is None:
+    if (alpha := reading.read_alpha(run)) is None:
         return None
     over_clients = {"mean": alpha.own.mean(-1), "low": alpha.own.min(-1), "high": alpha.own.max(-1)}
     kept = _thin(range(len(alpha.rounds)), weights // alpha.values[0].size)

@@ -77,7 +77,7 @@ def read_result(path: Path) -> Values:
     content = read_object(path)
     _check(_Result.model_validate, content, path)
     if "format" not in content and (path.parent / "experiment.toml").exists():
-        content["algorithm"] = algorithm_name(read_experiment(path.parent))
+        content["algorithm"] = read_experiment(path.parent)["algorithm"]["name"]
     return content
 
 
@@ -124,14 +124,14 @@ def read_alpha(run: Path) -> Alpha | None:
 
 
 def read_experiment(run: Path) -> Values:
-    """Return experiment.toml as it was written."""
-    path = run / "experiment.toml"
-    if not path.exists():
-        raise PfedlaError(f"{run} is not a run folder: it has no experiment.toml")
+    """Return experiment.toml as it was written, but with the algorithm's present name."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PfedlaError(f"{path} is damaged: {error}") from None
+        experiment = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PfedlaError(f"{run} is not a run folder: experiment.toml: {error}") from None
+    if experiment.get("algorithm", {}).get("rule") == "held-out":  # in format 1 this rule was an option of pfedla
+        experiment["algorithm"]["name"] = "pfedla-heldout"
+    return experiment
 
 
 def read_federation(run: Path) -> Values:
@@ -140,13 +140,6 @@ def read_federation(run: Path) -> Values:
     return read_object(run / "federation.json")
 
 
-def algorithm_name(experiment: Values) -> str:
-    """Return the present name of the algorithm: in format 1 the held-out rule was an option of pfedla."""
-    section = experiment["algorithm"]
-    return "pfedla-heldout" if section.get("rule") == "held-out" else str(section["name"])
-
-
 def honest_part(result: Values) -> Values:
     """Return the part of a result or line that has its accuracies: the honest clients', if some attack."""
-    found: Values = result.get("honest", result)
-    return found
+    return dict(result.get("honest", result))

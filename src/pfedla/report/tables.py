@@ -4,7 +4,7 @@ A table is a list of lines of text, the first its header. A cell between two ** 
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ COLUMNS: dict[str, Callable[[Values], Any]] = {
     "down MiB": lambda result: result["traffic"]["down_bytes"] / MIB,
     "up MiB": lambda result: result["traffic"]["up_bytes"] / MIB,
     "s": lambda result: result["seconds"]["total"],
-    "unseen %": lambda result: result["unseen"]["accuracy"]["mean"],  # clients that joined after the run
-    "unseen alone %": lambda result: result["unseen"]["accuracy_alone"]["mean"],
+    "unseen %": lambda result: result["unseen"]["accuracy"]["mean"] if "unseen" in result else None,
+    "unseen alone %": lambda result: result["unseen"]["accuracy_alone"]["mean"] if "unseen" in result else None,
 }
 TABLE_ROWS = 40  # of a federation
 NAMED = 5  # classes of a client that are named in the table
@@ -51,11 +51,10 @@ def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None, not
     return table
 
 
-def show_mean(values: Iterable[float | None], digits: int = 1) -> str:
+def show_mean(values: Sequence[float], digits: int = 1) -> str:
     """Return the mean, with the standard deviation if there are several values."""
-    known = [value for value in values if value is not None]
-    spread = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.{digits}f}{spread}" if known else "–"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}" if values else "–"
 
 
 def _percent(fraction: float | None) -> str:
@@ -67,7 +66,7 @@ def _percent(fraction: float | None) -> str:
 
 @dataclass
 class Row:
-    """One algorithm in a comparison: its results by seed, and the seeds on which it gave up."""
+    """One method over the seeds: its results, and the seeds on which it gave up."""
 
     algorithm: str
     results: list[Values] = field(default_factory=list)
@@ -80,25 +79,33 @@ class Row:
         """What a table shows in place of a mean: a method that gave up on a seed has none."""
         if self.gave_up:
             return f"gave up on {len(self.gave_up)} of {len(self.gave_up) + len(self.results)} seeds"
-        return "" if self.results else "–"
+        return "" if self.results else "–" if self.not_applicable else "not run"
 
+    @property
     def accuracies(self) -> dict[int, float]:
-        """Return the accuracy in % by seed; nothing for a method without a mean."""
-        means = {result["seed"]: COLUMNS["personal %"](result) for result in self.results}
+        """The accuracy in % by seed; nothing for a method without a mean."""
+        means = {result["seed"]: honest_part(result)["accuracy"]["mean"] for result in self.results}
         return {} if self.outcome else {seed: 100 * mean for seed, mean in means.items() if mean is not None}
 
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.accuracies.values()) if self.accuracies else None
+
+    @property
+    def std(self) -> float | None:
+        return statistics.stdev(self.accuracies.values()) if len(self.accuracies) > 1 else None
+
     def show(self, column: str) -> str:
-        values = [
-            COLUMNS[column](result) for result in self.results if not column.startswith("unseen") or "unseen" in result
-        ]
+        """Return the cell below one of COLUMNS."""
+        values = [value for result in self.results if (value := COLUMNS[column](result)) is not None]
         if column.endswith("%"):
-            return show_mean(None if value is None else 100 * value for value in values)
+            return show_mean([100 * value for value in values])
         return f"{statistics.mean(values):.{1 if column == 's' else 2}f}"
 
 
 def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table of a comparison."""
-    supported = find_supported_first({row.algorithm: row.accuracies() for row in rows})
+    supported = find_supported_first({row.algorithm: row.accuracies for row in rows})
     with_unseen = any("unseen" in result for row in rows for result in row.results)
     columns = [column for column in COLUMNS if with_unseen or not column.startswith("unseen")]
     lines = [["algorithm", *columns]]
@@ -115,7 +122,7 @@ def comparison_notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         notes += [f"{row.algorithm}: {row.not_applicable}"] if row.not_applicable else []
         notes += [f"{row.algorithm}, seed {seed}: {why}" for seed, why in row.gave_up.items()]
-    by_seed = {row.algorithm: row.accuracies() for row in rows}
+    by_seed = {row.algorithm: row.accuracies for row in rows}
     first = find_first(by_seed)
     if first is not None and any(len(row.results) + len(row.gave_up) > 1 for row in rows):
         pairs = {name: compare(values, by_seed[first]) for name, values in by_seed.items() if name != first}
@@ -209,15 +216,15 @@ def result_table(result: Values) -> Table:
 
 def joined_table(result: Values) -> Table:
     """Return the accuracies of a client that joined a finished run."""
-    labels = {
-        "before": "personal model, as it joins",
-        "after": f"personal model, after {result['rounds']} rounds",
-        "after_training": "after its last local training",
-        "alone": f"had it trained alone for {result['rounds_alone']} rounds",
-    }
-    lines = [[label, _percent(result["accuracy"][key])] for key, label in labels.items()]
-    title = f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients"
-    return terminal_table([["test accuracy of the unseen client", ""], *lines], title)
+    found, alone = result["accuracy"], f"had it trained alone for {result['rounds_alone']} rounds"
+    lines = [
+        ["test accuracy of the unseen client", ""],
+        ["personal model, as it joins", _percent(found["before"])],
+        [f"personal model, after {result['rounds']} rounds", _percent(found["after"])],
+        ["after its last local training", _percent(found["after_training"])],
+        [alone, _percent(found["alone"])],
+    ]
+    return terminal_table(lines, f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients")
 
 
 def borrowed_lines(result: Values) -> list[str]:

@@ -68,13 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_error(503, str(error).splitlines()[0].encode("ascii", "replace").decode())
 
     def _answer(self, data: dict[str, Any]) -> None:
+        is_known, body = self.headers.get("If-None-Match") == data["live"], b""
         headers = {"ETag": data["live"], "Cache-Control": "no-cache"}
         headers |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-        is_page, body = self.path == "/", b""
-        is_known = self.headers.get("If-None-Match") == data["live"]
         if not is_known:
-            body = (render_page(data) if is_page else json.dumps(data, allow_nan=False)).encode()
-            kind = "text/html; charset=utf-8" if is_page else "application/json"
+            body = (render_page(data) if self.path == "/" else json.dumps(data, allow_nan=False)).encode()
+            kind = "text/html; charset=utf-8" if self.path == "/" else "application/json"
             headers |= {"Content-Type": kind, "Content-Length": str(len(body))}
         self.send_response(304 if is_known else 200)
         for name, value in headers.items():

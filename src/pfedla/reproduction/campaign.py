@@ -6,6 +6,7 @@ the grid does not say "auto". Settings that it lacks count as their defaults.
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,14 +53,12 @@ def _restore(cell: Values) -> Stored:
     if "experiment" not in cell:
         return Stored(cell, None)
     values = upgrade(cell["experiment"])
-    section = values["algorithm"]
     try:
-        known = algorithms.default_options(section["name"])
-        values["algorithm"] = {key: value for key, value in section.items() if key == "name" or key in known}
-        settings = flatten(Experiment.parse({**values, "rounds": cell["rounds"]}))
+        known = {"name", *algorithms.default_options(values["algorithm"]["name"])}
+        values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key in known}
+        return Stored({**cell, "experiment": values}, flatten(Experiment.parse({**values, "rounds": cell["rounds"]})))
     except PfedlaError:  # a method or value that is gone: the cell is kept, and is no grid's
         return Stored(cell, {})
-    return Stored({**cell, "experiment": values}, settings)
 
 
 def find_stored(folder: Path, grid: Grid) -> list[Stored]:
@@ -172,17 +171,17 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         return {**cell.place, **read_object(run / REASON), "experiment": asked, "rounds": cell.experiment.rounds}
     result, lines = read_result(run / RESULT), read_rounds(run)
     experiment, machine = Experiment.parse(read_toml(run / EXPERIMENT)), read_object(run / "environment.json")
-    retained = dict.fromkeys(layer for line in lines for layer in line["retained"])
+    retained: Counter[str] = Counter()
+    for line in lines:
+        retained.update(line["retained"])
+    same = {key: result[key] for key in ("accuracy", "traffic", "leaked_test_share", "refused_uploads")}
     summary = {
         **cell.place,
-        "accuracy": result["accuracy"],
+        **same,
         "accuracy_after_training": result["accuracy_after_training"]["mean"],
-        "traffic": result["traffic"],
         "subset": Path(result["subset"]).name,
-        "leaked_test_share": result["leaked_test_share"],
-        "refused_uploads": result["refused_uploads"],
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
-        "retained": {layer: sum(line["retained"].get(layer, 0) for line in lines) for layer in retained},
+        "retained": dict(retained),
         "seconds": round(result["seconds"]["total"], 1),
         "run_by": read_object(run / COMMIT) | {key: machine[key] for key in (*MACHINE, "python") if key in machine},
         "experiment": experiment.model_dump(exclude={"rounds", "checkpoint", "faults", "uploads"}),
@@ -197,12 +196,8 @@ def _thin_alpha(run: Path) -> Values | None:
         return None
     last = len(alpha.rounds) - 1
     kept = sorted({*range(0, last + 1, max(1, -(-last // (SNAPSHOTS - 1)))), last})
-    return {
-        "layers": alpha.layers,
-        "rounds": [alpha.rounds[position] for position in kept],
-        "values": alpha.values[kept].astype(float).round(4).tolist(),
-        "classes": read_federation(run)["train"],
-    }
+    values, rounds = alpha.values[kept].astype(float).round(4).tolist(), [alpha.rounds[one] for one in kept]
+    return {"layers": alpha.layers, "rounds": rounds, "values": values, "classes": read_federation(run)["train"]}
 
 
 def ran_here(cell: Values) -> bool:

@@ -19,15 +19,17 @@ from pfedla import algorithms
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import safe_name
 from pfedla.core.settings import AUTO, Section
+from pfedla.report.tables import Row
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.overrides import overlay
 
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
 Values = dict[str, Any]
+Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
 
-class Row(Section):
+class GridRow(Section):
     name: str
     experiment: Values  # what differs from the experiment that all cells have in common: the method
 
@@ -47,7 +49,7 @@ class Grid(Section):
     form: Form
     seeds: list[int] = Field([0], min_length=1)
     experiment: Values
-    rows: list[Row] = Field(min_length=1)
+    rows: list[GridRow] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
     rounds_of_accounting: int = 75  # of the table whose MiB are computed, not run
 
@@ -156,10 +158,25 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
     return found
 
 
-def _compose(grid: Grid, row: Row, column: Column, seed: int, wanted: Wanted) -> Experiment:
+def _compose(grid: Grid, row: GridRow, column: Column, seed: int, wanted: Wanted) -> Experiment:
     values: Values = {"seed": seed}
     budget = column.paper_experiment if wanted.paper_budget else {}
     own = column.row_experiment.get(row.name, {})
     for part in (grid.experiment, column.experiment, budget, row.experiment, own):
         values = overlay(values, part)
     return Experiment.parse(values if wanted.rounds is None else {**values, "rounds": wanted.rounds})
+
+
+def collect_rows(summary: Summary) -> dict[str, dict[str, Row]]:
+    """Return all rows of the columns that have any cell, by column and row."""
+    found: dict[str, dict[str, Row]] = {}
+    for column in summary["columns"]:
+        cells = [cell for cell in summary["cells"] if cell["column"] == column]
+        for name in summary["rows"] if cells else []:
+            done = [cell for cell in cells if cell["row"] == name and "accuracy" in cell]
+            failed = [cell for cell in cells if cell["row"] == name and "reason" in cell]
+            # A method that runs on one seed applies; then its other reasons are that it gave up.
+            gave_up = {cell["seed"]: cell["reason"] for cell in failed if done or cell.get("gave_up")}
+            reason = failed[0]["reason"] if failed and not gave_up else ""
+            found.setdefault(column, {})[name] = Row(name, done, gave_up=gave_up, not_applicable=reason)
+    return found

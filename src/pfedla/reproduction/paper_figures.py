@@ -6,20 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from pfedla.report.figures import finish_curves, panels, save, subplots
+from pfedla.report.figures import finish_curves, panels, save
 from pfedla.report.reading import Array
-from pfedla.reproduction.grid import Paper
-from pfedla.reproduction.paper_tables import Entry, collect_entries
-from pfedla.reproduction.paper_weights import (
-    PERIODS,
-    Summary,
-    average_by_period,
-    average_map,
-    average_self_weights,
-    group_alpha,
-    group_cells,
-    layers_in,
-)
+from pfedla.report.tables import Row
+from pfedla.reproduction import paper_weights as weights
+from pfedla.reproduction.grid import Paper, Summary, collect_rows
+from pfedla.reproduction.paper_tables import average_mib
 
 
 def draw_bars(axis: Any, labels: Sequence[str], series: Mapping[str, Array], **options: Any) -> None:
@@ -32,39 +24,39 @@ def draw_bars(axis: Any, labels: Sequence[str], series: Mapping[str, Array], **o
 
 
 def draw_heatmap(summary: Summary, paper: Paper) -> Any:
-    found = group_alpha(summary)
-    figure, axes = panels(len(found), len(found), (3.1, 3.3), (0.6, 0))
+    found = weights.group_alpha(summary)
+    figure, axes = panels(len(found), (3.1, 3.3), margin=(0.6, 0))
     for axis, (panel, cells) in zip(axes, found.items(), strict=True):
         layer = summary["layers"][cells[0]["column"]]
-        weights = average_map(cells, layer)
-        image = axis.imshow(weights, cmap="YlGnBu", vmin=0, interpolation="nearest")
+        shown = weights.average_map(cells, layer)
+        image = axis.imshow(shown, cmap="YlGnBu", vmin=0, interpolation="nearest")
         figure.colorbar(image, ax=axis, shrink=0.8)
-        ticks = range(len(weights))
+        ticks = range(len(shown))
         axis.set(title=f"{panel} ({layer})", xlabel="sender", ylabel="receiver", xticks=ticks, yticks=ticks)
     return figure
 
 
 def draw_evolution(summary: Summary, paper: Paper) -> Any:
-    found = group_alpha(summary)
-    size = (3.4 * len(PERIODS), 2.3 * len(found))
-    figure, axes = subplots(len(found), len(PERIODS), figsize=size, sharex="row", sharey="row")
-    for line, (panel, cells) in zip(axes, found.items(), strict=True):
-        whose = average_by_period(cells)
-        for position, (axis, period) in enumerate(zip(line, PERIODS, strict=True)):
-            draw_bars(axis, layers_in(cells), {name: values[position] for name, values in whose.items()})
+    found, periods = weights.group_alpha(summary), weights.PERIODS
+    figure, axes = panels(3 * len(found), (3.4, 2.3), most=3, sharex="row", sharey="row")
+    for line, (panel, cells) in enumerate(found.items()):
+        whose = weights.average_by_period(cells)
+        for position, period in enumerate(periods):
+            axis = axes[3 * line + position]
+            draw_bars(axis, weights.layers_in(cells), {name: values[position] for name, values in whose.items()})
             axis.tick_params(axis="x", labelsize=8)
             axis.set_title(f"{panel}, {period} period", fontsize=9)
             axis.grid(alpha=0.3, axis="y")
-        line[0].set_ylabel("weight for the target")
-    axes[0, 0].legend(fontsize=7)
+        axes[3 * line].set_ylabel("weight for the target")
+    axes[0].legend(fontsize=7)
     return figure
 
 
 def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
-    found = group_alpha(summary)
-    figure, axes = panels(len(found), len(found), (4, 3))
+    found = weights.group_alpha(summary)
+    figure, axes = panels(len(found), (4, 3))
     for axis, (panel, cells) in zip(axes, found.items(), strict=True):
-        own, layers = average_self_weights(cells), layers_in(cells)
+        own, layers = weights.average_self_weights(cells), weights.layers_in(cells)
         draw_bars(axis, layers, {"": own}, color=np.where(own == own.max(), "C1", "C0"))
         title = f"{panel}: largest for {layers[int(own.argmax())]}"
         axis.set(title=title, ylabel="self-weight of the target", ylim=(0, 1))
@@ -74,15 +66,15 @@ def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
 
 def draw_toy(summary: Summary, paper: Paper) -> Any:
     """Draw (a) the accuracy of every client, (b) the self-weights of client 1, by row."""
-    figure, (left, right) = panels(2, 2, (4.5, 3.2))
-    ((column, rows),) = group_cells(summary).items()
-    accuracies, weights = {}, {}
-    for row, cells in rows.items():
-        label = f"{row} ({_count_seeds(len(cells))})"
+    figure, (left, right) = panels(2, (4.5, 3.2))
+    ((column, rows),) = collect_rows(summary).items()
+    accuracies, own = {}, {}
+    for cells in (row.results for row in rows.values() if row.results):
+        label = f"{cells[0]['row']} ({_count_seeds(len(cells))})"
         accuracies[label] = 100 * np.mean([cell["accuracy"]["per_client"] for cell in cells], axis=0)
-        weights[label] = average_self_weights(cells)
+        own[label] = weights.average_self_weights(cells)
     draw_bars(left, [str(client + 1) for client in range(len(accuracies[label]))], accuracies)
-    draw_bars(right, layers_in(cells), weights)
+    draw_bars(right, weights.layers_in(cells), own)
     left.set(title=f"(a) {column}, last round", xlabel="client", ylabel="test accuracy (%)")
     right.set(title="(b) self-weight of client 1, last round", ylabel="weight")
     left.legend(fontsize=8)
@@ -91,11 +83,11 @@ def draw_toy(summary: Summary, paper: Paper) -> Any:
 
 def draw_options(summary: Summary, paper: Paper) -> Any:
     """Draw the accuracy by k or K (rows "name, k = 3"): a line per name, and the paper's; dashed: MiB."""
-    entries = collect_entries(summary)
-    figure, axes = panels(len(entries), len(entries), (4.4, 3.2))
+    entries = collect_rows(summary)
+    figure, axes = panels(len(entries), (4.4, 3.2))
     for axis, (column, rows) in zip(axes, entries.items(), strict=True):
         right = axis.twinx() if summary["form"] == "retained" else None
-        lines: dict[str, dict[str, Entry]] = {}
+        lines: dict[str, dict[str, Row]] = {}
         for row, entry in rows.items():
             name, _, number = row.rpartition(" = ")
             lines.setdefault(name, {})[number] = entry
@@ -109,7 +101,7 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             if any(theirs):
                 axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
             if right is not None and np.isfinite(means).any():
-                sent = np.array([entry.mib for entry in line.values()], float)
+                sent = np.array([average_mib(entry) for entry in line.values()], float)
                 right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
         if right is not None:
             right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
@@ -124,17 +116,15 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
 
     A row that gave up on a seed has no mean: its other seeds are drawn one by one.
     """
-    found = {
-        column: rows for column, rows in collect_entries(summary).items() if any(one.cells for one in rows.values())
-    }
+    found = {name: rows for name, rows in collect_rows(summary).items() if any(row.results for row in rows.values())}
     across = min(4, len(found))
-    figure, axes = panels(len(found), 4, (4, 3.2))
+    figure, axes = panels(len(found), (4, 3.2), most=4)
     legend: dict[str, tuple[Any, list[int]]] = {}  # by row: a line of it, and its seeds by panel
     for axis, (column, rows) in zip(axes, found.items(), strict=True):
         for position, (row, entry) in enumerate(rows.items()):
-            if not entry.cells:
+            if not entry.results:
                 continue
-            curves = np.array([cell["curve"] for cell in entry.cells], float)  # [seeds, rounds, (round, accuracy)]
+            curves = np.array([cell["curve"] for cell in entry.results], float)  # [seeds, rounds, (round, accuracy)]
             width = 2.2 if row.startswith(("pFedLA", "HeurpFedLA")) else 1.2
             style = {"color": f"C{position % 10}", "linestyle": "-" if position < 10 else "--", "linewidth": width}
             shown = curves if entry.gave_up else curves.mean(0, keepdims=True)
@@ -164,7 +154,7 @@ FIGURES: Mapping[str, Callable[[Summary, Paper], Any]] = {
 
 
 def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
-    if not group_cells(summary):
+    if not any("accuracy" in cell for cell in summary["cells"]):
         return []
     figure = FIGURES[summary["form"]](summary, paper)
     return [save(figure, folder / f"figure.{kind}") for kind in ("png", "pdf")]

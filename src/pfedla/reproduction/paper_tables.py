@@ -3,7 +3,7 @@
 import csv
 import io
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from pfedla.core.rounds import plan_traffic
 from pfedla.data.datasets import find
 from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import MIB
-from pfedla.report.tables import markdown_table, show_mean
-from pfedla.reproduction.grid import Grid, Paper
-from pfedla.reproduction.paper_weights import Summary, tabulate_weights
+from pfedla.report.tables import Row, markdown_table, show_mean
+from pfedla.reproduction.grid import Grid, Paper, Summary, collect_rows
+from pfedla.reproduction.paper_weights import tabulate_weights
 
 NOTE = (
     "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round. "
@@ -30,74 +30,20 @@ PAIRED_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A row in a column, over the seeds."""
-
-    accuracies: dict[int, float] = field(default_factory=dict)  # seed -> % of the personal models, mean of clients
-    gave_up: int = 0  # on how many seeds
-    reason: str = ""
-    cells: list[Summary] = field(default_factory=list)  # those with a result
-
-    @property
-    def by_seed(self) -> dict[int, float]:
-        """The accuracies; none for a method that gave up on a seed, which has no mean."""
-        return {} if self.gave_up else self.accuracies
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.mean(self.by_seed.values()) if self.by_seed else None
-
-    @property
-    def std(self) -> float | None:
-        return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else None
-
-    @property
-    def mib(self) -> float | None:
-        """Down and up, mean over the seeds."""
-        sent = [(cell["traffic"]["down_bytes"] + cell["traffic"]["up_bytes"]) / MIB for cell in self.cells]
-        return statistics.mean(sent) if sent else None
-
-    @property
-    def saved_mib(self) -> float | None:
-        """What retained layers saved of the download, mean over the seeds."""
-        saved = [mib for cell in self.cells if (mib := compute_saved_mib(cell)) is not None]
-        return statistics.mean(saved) if saved else None
-
-    def __str__(self) -> str:
-        if self.gave_up:
-            return f"gave up on {self.gave_up} of {self.gave_up + len(self.accuracies)} seeds"
-        if not self.accuracies:
-            return "–" if self.reason else "not run"
-        return show_mean(self.accuracies.values(), 2) + f" ({len(self.accuracies)})" * (len(self.accuracies) > 1)
+def show_row(row: Row) -> str:
+    """Return the accuracy of a row: mean ± standard deviation (seeds), or why there is none."""
+    count = len(row.accuracies)
+    return row.outcome or show_mean([*row.accuracies.values()], 2) + f" ({count})" * (count > 1)
 
 
-def collect_entries(summary: Summary) -> dict[str, dict[str, Entry]]:
-    """Return all rows of the columns that have any cell, by column and row."""
-    found: dict[str, dict[str, list[Summary]]] = {column: {} for column in summary["columns"]}
-    for cell in summary["cells"]:
-        found[cell["column"]].setdefault(cell["row"], []).append(cell)
-    rows = summary["rows"]
-    return {column: {row: _enter(cells.get(row, [])) for row in rows} for column, cells in found.items() if cells}
+def average_mib(row: Row) -> float | None:
+    """Return what was sent down and up, mean over the seeds."""
+    sent = [(one["traffic"]["down_bytes"] + one["traffic"]["up_bytes"]) / MIB for one in row.results]
+    return statistics.mean(sent) if sent else None
 
 
-def _enter(cells: list[Summary]) -> Entry:
-    done = [cell for cell in cells if "accuracy" in cell]
-    failed = [cell for cell in cells if "reason" in cell]
-    return Entry(
-        accuracies={cell["seed"]: 100 * cell["accuracy"]["mean"] for cell in done},
-        # A method that runs on one seed applies; then its other reasons are that it gave up.
-        gave_up=len(failed) if done else sum(cell.get("gave_up", False) for cell in failed),
-        reason=failed[0]["reason"] if failed else "",
-        cells=done,
-    )
-
-
-def by_seed(rows: dict[str, Entry]) -> dict[str, dict[int, float]]:
-    return {row: entry.by_seed for row, entry in rows.items()}
-
-
-# Traffic, computed from the model
+def accuracies_of(rows: Mapping[str, Row]) -> dict[str, dict[int, float]]:
+    return {name: row.accuracies for name, row in rows.items()}
 
 
 def layers_of(dataset: str, model: str | None = None) -> Layers:
@@ -105,14 +51,16 @@ def layers_of(dataset: str, model: str | None = None) -> Layers:
     return Layers.of(build_model(model or model_for(entry.shape), entry.shape, entry.num_classes, torch.Generator()))
 
 
-def compute_saved_mib(cell: Summary) -> float | None:
-    """Return the download that retained layers saved in a run in which all clients take part."""
-    experiment = cell["experiment"]
-    if not experiment["algorithm"].get("retained_layers") or experiment["participation"] < 1:
-        return None
-    layers = layers_of(experiment["data"]["dataset"], experiment["model"])
-    full = plan_traffic(layers, len(cell["accuracy"]["per_client"]), cell["rounds"], []).down_bytes
-    return (full - int(cell["traffic"]["down_bytes"])) / MIB
+def average_saved_mib(row: Row) -> float | None:
+    """Return the download that retained layers saved in runs in which all clients take part, mean over the seeds."""
+    saved = []
+    for cell in row.results:
+        experiment = cell["experiment"]
+        if experiment["algorithm"].get("retained_layers") and experiment["participation"] == 1:
+            layers = layers_of(experiment["data"]["dataset"], experiment["model"])
+            full = plan_traffic(layers, len(cell["accuracy"]["per_client"]), cell["rounds"], []).down_bytes
+            saved.append((full - cell["traffic"]["down_bytes"]) / MIB)
+    return statistics.mean(saved) if saved else None
 
 
 def account(grid: Grid, paper: Paper) -> list[list[str]]:
@@ -131,9 +79,6 @@ def account(grid: Grid, paper: Paper) -> list[list[str]]:
     return lines
 
 
-# Tables
-
-
 def _show_paper(number: Any) -> str:
     if not number or "mean" not in number:
         return "–"
@@ -143,22 +88,22 @@ def _show_paper(number: Any) -> str:
 def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
     """Return the main table: ours, and the paper's where it has numbers of the column."""
     lines, has_mib = [[""], *([row] for row in summary["rows"])], summary["form"] == "retained"
-    for column, rows in collect_entries(summary).items():
-        theirs, best = paper.get(column, {}), find_supported_first(by_seed(rows))
+    for column, rows in collect_rows(summary).items():
+        theirs, best = paper.get(column, {}), find_supported_first(accuracies_of(rows))
         lines[0] += [column, *["paper"] * bool(theirs), *["MiB", "saved"] * has_mib]
-        for line, (row, entry) in zip(lines[1:], rows.items(), strict=True):
-            line.append(f"**{entry}**" if row == best else str(entry))
-            line += [_show_paper(theirs.get(row))] if theirs else []
-            if has_mib:
-                line += ["–" if value is None else f"{value:.2f}" for value in (entry.mib, entry.saved_mib)]
+        for line, (name, row) in zip(lines[1:], rows.items(), strict=True):
+            line.append(f"**{show_row(row)}**" if name == best else show_row(row))
+            line += [_show_paper(theirs.get(name))] if theirs else []
+            sent = (average_mib(row), average_saved_mib(row)) if has_mib else ()
+            line += ["–" if value is None else f"{value:.2f}" for value in sent]
     return lines
 
 
 def tabulate_differences(summary: Summary) -> list[list[str]]:
     """Return each row's paired difference to the first, of the columns in which rows have several seeds."""
     header, lines = [""], {row: [row] for row in summary["rows"]}
-    for column, rows in collect_entries(summary).items():
-        values = by_seed(rows)
+    for column, rows in collect_rows(summary).items():
+        values = accuracies_of(rows)
         first = find_first(values)
         if first is None or len(values[first]) < 2:
             continue
@@ -173,8 +118,8 @@ def tabulate_differences(summary: Summary) -> list[list[str]]:
 def describe_columns(summary: Summary) -> list[str]:
     """Return a line per column: what was run."""
     lines = []
-    for column, rows in collect_entries(summary).items():
-        cells = [cell for entry in rows.values() for cell in entry.cells]
+    for column, rows in collect_rows(summary).items():
+        cells = [cell for row in rows.values() for cell in row.results]
         if not cells:
             continue
         first, experiment = cells[0], cells[0]["experiment"]
@@ -205,26 +150,28 @@ def to_csv(summary: Summary, paper: Paper) -> str:
     writer = csv.writer(text, lineterminator="\n")
     ours = ["seeds", "accuracy", "std", "mib", "difference_to_first", "standard_error", "paired_seeds"]
     writer.writerow(["column", "row", *ours, "paper_accuracy", "paper_std", "paper_mib", "reason"])
-    for column, rows in collect_entries(summary).items():
-        values = by_seed(rows)
+    for column, rows in collect_rows(summary).items():
+        values = accuracies_of(rows)
         first = values.get(find_first(values) or "", {})
-        for row, entry in rows.items():
-            numbers = (entry.mean, entry.std, entry.mib, *(compare(values[row], first) or (None, None, None)))
+        for name, row in rows.items():
+            difference = compare(values[name], first) or (None, None, None)
+            numbers = (row.mean, row.std, average_mib(row), *difference)
             shown = [round(value, 4) if isinstance(value, float) else value for value in numbers]
-            theirs = [paper.get(column, {}).get(row, {}).get(key) for key in ("mean", "std", "mib")]
-            writer.writerow([column, row, len(entry.accuracies), *shown, *theirs, entry.reason])
+            theirs = [paper.get(column, {}).get(name, {}).get(key) for key in ("mean", "std", "mib")]
+            reason = next(iter(row.gave_up.values()), row.not_applicable)
+            writer.writerow([column, name, len(row.results), *shown, *theirs, reason])
     return text.getvalue()
 
 
 def to_latex(summary: Summary, paper: Paper) -> str:
     """Return a booktabs table: ours, and the paper's in small print."""
-    entries = collect_entries(summary)
-    best = {column: find_supported_first(by_seed(rows)) for column, rows in entries.items()}
+    entries = collect_rows(summary)
+    best = {column: find_supported_first(accuracies_of(rows)) for column, rows in entries.items()}
     lines = [["", *map(_escape, entries)]]
     for row in summary["rows"]:
         lines.append([_escape(row)])
         for column, rows in entries.items():
-            ours, theirs = _escape(str(rows[row])), _show_paper(paper.get(column, {}).get(row))
+            ours, theirs = _escape(show_row(rows[row])), _show_paper(paper.get(column, {}).get(row))
             ours = rf"\textbf{{{ours}}}" if row == best[column] else ours
             lines[-1].append(ours if theirs == "–" else rf"{ours} {{\scriptsize({_escape(theirs)})}}")
     header, *body = [" & ".join(line) + r" \\" for line in lines]

@@ -1,32 +1,23 @@
 """What the paper's figures show of the weights, as numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pfedla.report.reading import Array
+from pfedla.report.reading import Array, Values
+from pfedla.reproduction.grid import Summary, collect_rows
 
-Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
 PERIODS = ("early", "middle", "last")
 TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
 
 
-def group_cells(summary: Summary) -> dict[str, dict[str, list[Summary]]]:
-    """Return the cells with a result, by column and row."""
-    found: dict[str, dict[str, list[Summary]]] = {}
-    for cell in summary["cells"]:
-        if "accuracy" in cell:
-            found.setdefault(cell["column"], {}).setdefault(cell["row"], []).append(cell)
-    return found
-
-
-def group_alpha(summary: Summary) -> dict[str, list[Summary]]:
+def group_alpha(summary: Summary) -> dict[str, list[Values]]:
     """Return the cells with weights by panel: a column, or column and row where several rows have weights."""
-    found: dict[str, list[Summary]] = {}
-    for column, rows in group_cells(summary).items():
-        some = {row: kept for row, cells in rows.items() if (kept := [cell for cell in cells if cell.get("alpha")])}
-        found |= {f"{column}, {row}" if len(some) > 1 else column: cells for row, cells in some.items()}
+    found: dict[str, list[Values]] = {}
+    for column, rows in collect_rows(summary).items():
+        kept = {name: [cell for cell in row.results if cell.get("alpha")] for name, row in rows.items()}
+        some = {name: cells for name, cells in kept.items() if cells}
+        found |= {f"{column}, {name}" if len(some) > 1 else column: cells for name, cells in some.items()}
     return found
 
 
