@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -20,23 +19,17 @@ def read_tensors(path: Path, expected: Params, *, finite: bool = True) -> Params
                 what = "is missing" if name in expected else "does not belong there"
                 raise PfedlaError(f"{path}: tensor {name!r:.100} {what}")
             for name, wanted in expected.items():
-                part = file.get_slice(name)
-                found, due = (part.get_dtype(), part.get_shape()), (_code(wanted.dtype), list(wanted.shape))
-                if found != due:
-                    raise PfedlaError(f"{path}: {name} is {found}, not {due}")
+                if (shape := file.get_slice(name).get_shape()) != list(wanted.shape):
+                    raise PfedlaError(f"{path}: {name} is of shape {shape}, not {list(wanted.shape)}")
             tensors = {name: file.get_tensor(name) for name in expected}
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
         raise PfedlaError(f"{path}: cannot be read ({error})") from None
     for name, value in tensors.items():
+        if value.dtype != expected[name].dtype:
+            raise PfedlaError(f"{path}: {name} is {value.dtype}, not {expected[name].dtype}")
         if finite and value.is_floating_point() and not value.isfinite().all():
             raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
     return tensors
-
-
-def _code(dtype: torch.dtype) -> str:
-    """Return how safetensors names a dtype: F32, BF16, I64, U8, BOOL."""
-    name = str(dtype).removeprefix("torch.")
-    return name.replace("uint", "u").replace("int", "i").replace("float", "f").upper()
 
 
 def write_tensors(path: Path, tensors: Params) -> None:

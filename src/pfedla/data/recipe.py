@@ -68,9 +68,8 @@ def require(value: T | Auto) -> T:
 def limit_classes(data: Data, dataset: Dataset) -> Dataset:
     """Return the examples of the classes that are used."""
     known, there = KNOWN.get(data.dataset), len(dataset.classes)
-    default = min(there, (known.classes_limit if known else None) or there)
-    if data.partition == "toy":
-        default = TOY["classes_limit"]
+    usual = min(there, (known and known.classes_limit) or there)
+    default = TOY["classes_limit"] if data.partition == "toy" else usual
     return dataset.keep_classes(default if data.classes_limit == AUTO else data.classes_limit)
 
 
@@ -79,36 +78,15 @@ def resolve(data: Data, dataset: Dataset) -> Data:
 
     `samples_per_client` stays "auto" where the split takes as many examples as there are.
     """
-    owners, num_classes = len(dataset.client_names), len(dataset.classes)
+    owners, num_classes, known = len(dataset.client_names), len(dataset.classes), KNOWN.get(data.dataset)
     partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
     if partition == "client" and not owners:
         raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client' with the owner of each example")
-    for key, users in USED_BY.items():
-        if getattr(data, key) != AUTO and partition not in users:
-            raise PfedlaError(f"{key} is only used by partition {', '.join(users)}, not by {partition}")
     fixed: dict[str, Any] = TOY if partition == "toy" else {}
     if partition == "client":
         fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
         fixed |= {} if dataset.test is None else {"test_share": AUTO}
-    for key, value in fixed.items():
-        if getattr(data, key) not in (AUTO, value):
-            raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
     defaults = {
-        key: value
-        for key, value in (_defaults(data.dataset, partition, num_classes) | fixed).items()
-        if getattr(data, key) == AUTO and partition in USED_BY.get(key, (partition,))
-    }
-    resolved = data.model_copy(update=defaults | {"partition": partition, "classes_limit": num_classes})
-    clients = require(resolved.clients)
-    if clients > len(dataset.y) or clients * num_classes > MOST_CELLS:
-        most = f"{len(dataset.y)} examples and {MOST_CELLS:,} clients times classes"
-        raise PfedlaError(f"clients = {clients} is too many for {dataset.name}: at most {most}")
-    return resolved
-
-
-def _defaults(name: str, partition: Partition, num_classes: int) -> dict[str, Any]:
-    known = KNOWN.get(name)
-    return {
         "clients": 8 if partition in ("twins", "chain") else 10,
         "classes_per_client": 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes),
         "dominant_classes": 6 if num_classes >= 100 else min(2, max(1, num_classes // 2)),
@@ -116,5 +94,21 @@ def _defaults(name: str, partition: Partition, num_classes: int) -> dict[str, An
         "beta": 0.5,
         "shards_per_client": 2,
         "test_share": TEST_SHARE,
-        "samples_per_client": (known.samples_per_client if known else None) or AUTO,
+        "samples_per_client": (known and known.samples_per_client) or AUTO,
+        **fixed,
     }
+    updates: dict[str, Any] = {}
+    for key, default in defaults.items():
+        value, users = getattr(data, key), USED_BY.get(key, (partition,))
+        if value != AUTO and partition not in users:
+            raise PfedlaError(f"{key} is only used by partition {', '.join(users)}, not by {partition}")
+        if value != AUTO and key in fixed and value != default:
+            raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
+        if value == AUTO and partition in users:
+            updates[key] = default
+    resolved = data.model_copy(update={**updates, "partition": partition, "classes_limit": num_classes})
+    clients = require(resolved.clients)
+    if clients > len(dataset.y) or clients * num_classes > MOST_CELLS:
+        most = f"{len(dataset.y)} examples and {MOST_CELLS:,} clients times classes"
+        raise PfedlaError(f"clients = {clients} is too many for {dataset.name}: at most {most}")
+    return resolved
