@@ -1,6 +1,5 @@
 """What the documents say is run: Python, the tutorials, the options of commands, the generated pages, the site."""
 
-import ast
 import doctest
 import importlib.util
 import os
@@ -185,15 +184,12 @@ def test_help_does_not_load_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
 
 
-def test_nothing_unpickles_and_no_function_is_long() -> None:
+def test_nothing_unpickles() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^\s*(import|from) (pickle|dill|joblib|cloudpickle)", text, re.M), path
         assert "allow_pickle=True" not in text, path
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
 
 
 # The site

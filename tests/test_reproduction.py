@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,10 @@ from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import read_result
 from pfedla.report.tables import Row, comparison_json, comparison_lines, comparison_markdown
 from pfedla.reproduction import campaign, paper_tables
+from pfedla.reproduction import paper_weights as weights_of
 from pfedla.reproduction.grid import Cell, Grid, Wanted, collect_rows, list_cells, list_names, load_grid, load_paper
 from pfedla.reproduction.paper_figures import write_figures
 from pfedla.reproduction.paper_tables import account
-from pfedla.reproduction.paper_weights import (
-    average_by_distance,
-    average_by_period,
-    average_map,
-    average_self_weights,
-    group_alpha,
-)
 from pfedla.runs.progress import Display
 
 ROOT = Path(__file__).parents[1]
@@ -247,7 +242,7 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
         "gave up on 1 of 2 seeds",
         "50.00 ± 14.14 (2)",
     ]
-    assert collect_rows(summary)["A"]["x"].mean is None
+    assert collect_rows(summary)["A"]["x"].accuracies == {}
 
 
 def alpha_cell(values: Any) -> dict[str, Any]:
@@ -256,17 +251,17 @@ def alpha_cell(values: Any) -> dict[str, Any]:
 
 def test_weights_by_distance_and_by_period() -> None:
     weights = np.array([[9, 1, 2, 5], [1, 9, 1, 2], [2, 1, 9, 1], [7, 2, 1, 9.0]])
-    assert average_by_distance(weights) == [9, 1, 2, 6]
+    assert weights_of.average_by_distance(weights) == [9, 1, 2, 6]
     alpha = np.zeros((2, 4, 2, 4))
     alpha[1, :, 1] = weights
-    assert np.array_equal(average_map([alpha_cell(alpha)], "fc"), weights)
+    assert np.array_equal(weights_of.average_map([alpha_cell(alpha)], "fc"), weights)
     alpha = np.zeros((7, 5, 2, 5))
     for snapshot in range(7):
         alpha[snapshot, 0, 0] = np.array([5, 3, 2, 1, 0]) * snapshot
-    whose = average_by_period([alpha_cell(alpha)])
+    whose = weights_of.average_by_period([alpha_cell(alpha)])
     assert whose["self"][:, 0].tolist() == [7.5, 17.5, 27.5]
     assert whose["others"][:, 0].tolist() == [0.75, 1.75, 2.75]
-    assert average_self_weights([alpha_cell(alpha)]).tolist() == [30, 0]
+    assert weights_of.average_self_weights([alpha_cell(alpha)]).tolist() == [30, 0]
 
 
 @pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
@@ -278,20 +273,19 @@ def test_tables_have_a_figure(form: str, tmp_path: Path) -> None:
 
 # Runs
 
-SMALL = Grid.model_validate(
-    {
-        "title": "small",
-        "form": "heatmap",
-        "experiment": {"rounds": 2, "training": {"local_epochs": 1}, "data": {"dataset": "digits", "clients": 4}},
-        "columns": [{"name": "digits", "experiment": {"data": {"partition": "classes"}}, "layer": "fc1"}],
-        "rows": [
-            {"name": "Local", "experiment": {"algorithm": {"name": "local"}}},
-            {"name": "pFedLA", "experiment": {"algorithm": {"name": "pfedla"}}},
-            {"name": "FedBN", "experiment": {"algorithm": {"name": "fedbn"}}},
-            {"name": "retained", "experiment": {"algorithm": {"name": "heurpfedla", "retained_layers": 2}}},
-        ],
-    }
-)
+GRID = """
+title = "small"
+form = "heatmap"
+experiment = { rounds = 2, training.local_epochs = 1, data = { dataset = "digits", clients = 4 } }
+columns = [{ name = "digits", experiment.data.partition = "classes", layer = "fc1" }]
+rows = [
+    { name = "Local", experiment.algorithm.name = "local" },
+    { name = "pFedLA", experiment.algorithm.name = "pfedla" },
+    { name = "FedBN", experiment.algorithm.name = "fedbn" },
+    { name = "retained", experiment.algorithm = { name = "heurpfedla", retained_layers = 2 } },
+]
+"""
+SMALL = Grid.model_validate(tomllib.loads(GRID))
 
 
 class Counting(Display):
@@ -319,7 +313,7 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
     assert (paper_tables.average_saved_mib(Row("retained", [retained])) or 0) > 0
-    assert group_alpha(summary).keys() == {"digits, pFedLA", "digits, retained"}
+    assert weights_of.group_alpha(summary).keys() == {"digits, pFedLA", "digits, retained"}
     paths = [*paper_tables.write_tables(summary, {}, out), *write_figures(summary, {}, out)]
     assert all(path.stat().st_size for path in paths)
     # Another table beside it takes the numbers that stand there.
@@ -402,29 +396,20 @@ def test_reproduce_lists_and_accounts(pfedla) -> None:
         assert key in err
 
 
-GRID = """
-title = "small"
-form = "heatmap"
-experiment = { rounds = 2, training.local_epochs = 1, data = { dataset = "digits", clients = 4 } }
-columns = [{ name = "digits", experiment = {}, layer = "fc1" }]
-rows = [{ name = "pFedLA", experiment.algorithm.name = "pfedla" }]
-"""
-
-
 def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.reproduction.grid.home", lambda: tmp_path / "experiments")
     (tmp_path / "experiments" / "small").mkdir(parents=True)
     (tmp_path / "experiments" / "small" / "grid.toml").write_text(GRID)
-    code, out, err = pfedla("reproduce", "small")
+    code, out, err = pfedla("reproduce", "small", "-a", "pfedla")
     assert code == 0, err
     assert "pFedLA" in out
     folder = tmp_path / "runs" / "reproduce" / "small"
     names = {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"}
     assert {path.name for path in folder.iterdir()} == names
-    code, out, err = pfedla("reproduce", "small", "--check")
+    code, out, err = pfedla("reproduce", "small", "-a", "pfedla", "--check")
     assert code == 0, err
     path = folder / "results.json"
     path.write_text(path.read_text().replace('"cpu_model": "', '"cpu_model": "not '))
-    code, _, err = pfedla("reproduce", "small", "--check")
+    code, _, err = pfedla("reproduce", "small", "-a", "pfedla", "--check")
     assert code == 2
     assert "CPU" in err

@@ -8,15 +8,14 @@ import typer
 from pfedla.cli.options import out_console
 
 Runs = Annotated[
-    list[Path],
-    typer.Argument(help="Run folders. The folder of a `pfedla compare` means all of its runs.", metavar="RUN…"),
+    list[Path], typer.Argument(help="Run folders. A comparison's folder means all its runs.", metavar="RUN…")
 ]
+Out = Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")]
+Host = Annotated[str, typer.Option(help="Address to serve at. Any but 127.0.0.1 shows the runs to the network.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")]
 
 
-def report(
-    runs: Runs,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")] = None,
-) -> None:
+def report(runs: Runs, out: Out = None) -> None:
     """Write one page that shows runs: curves, clients, who borrows which layer from whom. It opens offline.
 
     Example: pfedla report runs/first runs/local --out report.html
@@ -27,13 +26,7 @@ def report(
     out_console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
 
 
-def watch(
-    runs: Runs,
-    host: Annotated[
-        str, typer.Option(help="Address to serve at. Any other than 127.0.0.1 shows the runs to the network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (0: any free port).")] = 8642,
-) -> None:
+def watch(runs: Runs, host: Host = "127.0.0.1", port: Port = 8642) -> None:
     """Serve the page of runs while they run; it refreshes itself. Ctrl-C stops the server, not the runs.
 
     Example: pfedla watch runs/first

@@ -3,7 +3,7 @@
 import random
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.runs.interruption import Interruption
 
 if TYPE_CHECKING:
-    from pfedla.reproduction.grid import Cell, Grid, Values
+    from pfedla.reproduction.grid import Cell, Grid
 
 RUNS = Path("runs/reproduce")
 Name = Annotated[str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")]
@@ -24,13 +24,8 @@ Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas (default: a
 PaperBudget = Annotated[
     bool, typer.Option("--paper-budget", help="The paper's rounds and local epochs: days on a CPU.")
 ]
-AccountingOnly = Annotated[
-    bool, typer.Option("--accounting-only", help="Compute the traffic beside the paper's; train nothing.")
-]
-Check = Annotated[
-    bool,
-    typer.Option("--check", help="Repeat one random cell of OUT/results.json that ran on this CPU model, and compare."),
-]
+Accounting = Annotated[bool, typer.Option("--accounting-only", help="Compute the traffic; train nothing.")]
+Check = Annotated[bool, typer.Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs; finished runs in it are not repeated.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")]
 
@@ -43,7 +38,7 @@ def reproduce(
     rounds: Rounds = None,
     seeds: Seeds = "",
     paper_budget: PaperBudget = False,
-    accounting_only: AccountingOnly = False,
+    accounting_only: Accounting = False,
     check: Check = False,
     runs: Runs = RUNS,
     out: Out = None,
@@ -97,7 +92,7 @@ def reproduce(
     _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
 
 
-def _write(name: str, summary: "Values", folder: Path, quiet: bool) -> None:
+def _write(name: str, summary: dict[str, Any], folder: Path, quiet: bool) -> None:
     """Write the tables and figures; print the table."""
     from pfedla.report.tables import terminal_table
     from pfedla.reproduction import paper_tables

@@ -65,18 +65,12 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
             raise PfedlaError(f"{run} is not a run folder that can be shown: {error!r:.200}") from None
     for one, name in zip(shown, _name_runs(shown), strict=True):
         one["name"] = name
-    flat = [_flatten(experiment) for experiment in experiments]
+    flat = [
+        {key: json.dumps(value, default=str, ensure_ascii=False) for key, value in reading.flatten(one).items()}
+        for one in experiments
+    ]
     rows = [[key, *(one.get(key, "") for one in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
     return {"runs": shown, "differs": [row for row in rows if len(set(row[1:])) > 1]}
-
-
-def _flatten(table: Values, prefix: str = "") -> dict[str, str]:
-    """Return the values as text by section.key."""
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        shown = {f"{prefix}{key}": json.dumps(value, default=str, ensure_ascii=False)}
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else shown
-    return flat
 
 
 def _name_runs(runs: Sequence[Values]) -> list[str]:

@@ -143,3 +143,11 @@ def read_federation(run: Path) -> Values:
 def honest_part(result: Values) -> Values:
     """Return the part of a result or line that has its accuracies: the honest clients', if some attack."""
     return dict(result.get("honest", result))
+
+
+def flatten(values: Values) -> Values:
+    """Return the settings of an experiment as section.key -> value."""
+    flat: Values = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

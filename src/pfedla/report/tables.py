@@ -4,7 +4,7 @@ A table is a list of lines of text, the first its header. A cell between two ** 
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,17 @@ def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None, not
     return table
 
 
-def show_mean(values: Sequence[float], digits: int = 1) -> str:
+def mean_and_std(values: Collection[float]) -> tuple[float | None, float | None]:
+    return statistics.mean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
+
+
+def show_mean(values: Collection[float], digits: int = 1) -> str:
     """Return the mean, with the standard deviation if there are several values."""
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}" if values else "–"
+    return " ± ".join(f"{one:.{digits}f}" for one in mean_and_std(values) if one is not None) or "–"
 
 
 def _percent(fraction: float | None) -> str:
     return "–" if fraction is None else f"{100 * fraction:.1f} %"
-
-
-# A comparison
 
 
 @dataclass
@@ -86,14 +86,6 @@ class Row:
         """The accuracy in % by seed; nothing for a method without a mean."""
         means = {result["seed"]: honest_part(result)["accuracy"]["mean"] for result in self.results}
         return {} if self.outcome else {seed: 100 * mean for seed, mean in means.items() if mean is not None}
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.mean(self.accuracies.values()) if self.accuracies else None
-
-    @property
-    def std(self) -> float | None:
-        return statistics.stdev(self.accuracies.values()) if len(self.accuracies) > 1 else None
 
     def show(self, column: str) -> str:
         """Return the cell below one of COLUMNS."""
@@ -147,14 +139,11 @@ def comparison_json(rows: Sequence[Row]) -> Values:
     """Return what comparison.json holds: by algorithm the results, or why there are none."""
     content: Values = {}
     for row in rows:
-        content[row.algorithm] = {"not_applicable": row.not_applicable} if row.not_applicable else row.results
-        if row.gave_up:
-            gave_up = {str(seed): why for seed, why in row.gave_up.items()}
-            content[row.algorithm] = {"results": row.results, "gave_up": gave_up}
+        gave_up = {str(seed): why for seed, why in row.gave_up.items()}
+        content[row.algorithm] = {"results": row.results, "gave_up": gave_up} if gave_up else row.results
+        if row.not_applicable:
+            content[row.algorithm] = {"not_applicable": row.not_applicable}
     return content
-
-
-# A run
 
 
 def where(result: Mapping[str, Any]) -> str:
@@ -235,9 +224,6 @@ def borrowed_lines(result: Values) -> list[str]:
         senders = ", ".join(f"client {sender} {others[sender]:.2f}" for sender in most)
         lines.append(f"{layer}: self-weight {own:.2f}; most from {senders}")
     return lines
-
-
-# A federation: what federation.json holds
 
 
 def count_examples(federation: Values) -> Array:

@@ -16,8 +16,8 @@ from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Stopped
 from pfedla.core.files import read_object, write_text
 from pfedla.data import datasets
-from pfedla.report.reading import read_alpha, read_federation, read_result, read_rounds
-from pfedla.reproduction.grid import Cell, Grid, Values, Wanted, flatten, list_cells, list_names
+from pfedla.report.reading import Values, read_alpha, read_federation, read_result, read_rounds
+from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, resolve
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
 from pfedla.runs.folder import EXPERIMENT, RESULT, RunFolder, describe_environment
@@ -56,7 +56,7 @@ def _restore(cell: Values) -> Stored:
     try:
         known = {"name", *algorithms.default_options(values["algorithm"]["name"])}
         values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key in known}
-        return Stored({**cell, "experiment": values}, flatten(Experiment.parse({**values, "rounds": cell["rounds"]})))
+        return Stored({**cell, "experiment": values}, resolve(Experiment.parse({**values, "rounds": cell["rounds"]})))
     except PfedlaError:  # a method or value that is gone: the cell is kept, and is no grid's
         return Stored(cell, {})
 

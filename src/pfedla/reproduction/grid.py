@@ -19,12 +19,12 @@ from pfedla import algorithms
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import safe_name
 from pfedla.core.settings import AUTO, Section
+from pfedla.report.reading import Values, flatten
 from pfedla.report.tables import Row
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.overrides import overlay
 
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
-Values = dict[str, Any]
 Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
@@ -81,22 +81,19 @@ class Cell:
 
     @cached_property
     def settings(self) -> Values:
-        return flatten(self.experiment)
+        return resolve(self.experiment)
 
     def is_made_by(self, settings: Values) -> bool:
         """Whether a run with these settings is this cell's: equal wherever the grid does not say "auto"."""
         return all(value in (AUTO, settings.get(key)) for key, value in self.settings.items())
 
 
-def flatten(experiment: Experiment) -> Values:
+def resolve(experiment: Experiment) -> Values:
     """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
     may_differ: Any = {"checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
-    values, section = experiment.model_dump(exclude=may_differ), experiment.algorithm
-    values["algorithm"] = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
-    flat: Values = {}
-    for key, value in values.items():
-        flat |= {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
+    section = experiment.algorithm
+    options = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
+    return flatten(experiment.model_dump(exclude=may_differ) | {"algorithm": options})
 
 
 def home() -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pfedla.report.figures import finish_curves, panels, save
 from pfedla.report.reading import Array
-from pfedla.report.tables import Row
+from pfedla.report.tables import Row, mean_and_std
 from pfedla.reproduction import paper_weights as weights
 from pfedla.reproduction.grid import Paper, Summary, collect_rows
 from pfedla.reproduction.paper_tables import average_mib
@@ -93,15 +93,15 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             lines.setdefault(name, {})[number] = entry
         for position, (name, line) in enumerate(lines.items()):
             theirs = [paper.get(column, {}).get(f"{name} = {number}", {}).get("mean") for number in line]
-            means, numbers = np.array([entry.mean for entry in line.values()], float), list(line)
+            numbers, found = list(line), [mean_and_std(row.accuracies.values()) for row in line.values()]
             style = {"color": f"C{position}", "marker": "o"}
-            if np.isfinite(means).any():
-                spread = [entry.std or 0 for entry in line.values()]
+            means, spread = np.array([mean for mean, _ in found], float), [std or 0 for _, std in found]
+            if has_means := bool(np.isfinite(means).any()):
                 axis.errorbar(numbers, means, spread, capsize=3, label=f"ours: {name}", **style)
             if any(theirs):
                 axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
-            if right is not None and np.isfinite(means).any():
-                sent = np.array([average_mib(entry) for entry in line.values()], float)
+            if right is not None and has_means:
+                sent = np.array([average_mib(row) for row in line.values()], float)
                 right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
         if right is not None:
             right.set(ylabel="MiB sent (dashed)", ylim=(0, None))

@@ -15,7 +15,7 @@ from pfedla.core.rounds import plan_traffic
 from pfedla.data.datasets import find
 from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import MIB
-from pfedla.report.tables import Row, markdown_table, show_mean
+from pfedla.report.tables import Row, markdown_table, mean_and_std, show_mean
 from pfedla.reproduction.grid import Grid, Paper, Summary, collect_rows
 from pfedla.reproduction.paper_weights import tabulate_weights
 
@@ -33,7 +33,7 @@ PAIRED_NOTE = (
 def show_row(row: Row) -> str:
     """Return the accuracy of a row: mean ± standard deviation (seeds), or why there is none."""
     count = len(row.accuracies)
-    return row.outcome or show_mean([*row.accuracies.values()], 2) + f" ({count})" * (count > 1)
+    return row.outcome or show_mean(row.accuracies.values(), 2) + f" ({count})" * (count > 1)
 
 
 def average_mib(row: Row) -> float | None:
@@ -155,7 +155,7 @@ def to_csv(summary: Summary, paper: Paper) -> str:
         first = values.get(find_first(values) or "", {})
         for name, row in rows.items():
             difference = compare(values[name], first) or (None, None, None)
-            numbers = (row.mean, row.std, average_mib(row), *difference)
+            numbers = (*mean_and_std(values[name].values()), average_mib(row), *difference)
             shown = [round(value, 4) if isinstance(value, float) else value for value in numbers]
             theirs = [paper.get(column, {}).get(name, {}).get(key) for key in ("mean", "std", "mib")]
             reason = next(iter(row.gave_up.values()), row.not_applicable)
