@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import budget, play
-from torch import Tensor, nn
+from torch import nn
 
 from pfedla.algorithms import create
 from pfedla.core.errors import PfedlaError
@@ -18,32 +18,26 @@ from pfedla.data.formats import load_arrays
 
 
 def test_own_images_and_vectors(tmp_path) -> None:
-    rng = np.random.default_rng(0)
-    path = tmp_path / "mine.npz"
-    for x, shape in (
-        (rng.integers(0, 256, (40, 9, 9), np.uint8), (1, 9, 9)),
-        (rng.integers(0, 256, (40, 9, 9, 3), np.uint8), (3, 9, 9)),
-        (rng.integers(0, 256, (40, 3, 9, 9), np.uint8), (3, 9, 9)),
-        (rng.normal(size=(40, 5)), (5,)),
-    ):
-        np.savez(path, x=x, y=np.arange(40) % 4)
+    path, y, values = tmp_path / "mine.npz", np.arange(40) % 4, np.arange(200.0).reshape(40, 5)
+    for given, kept in (((9, 9), (1, 9, 9)), ((9, 9, 3), (3, 9, 9)), ((3, 9, 9), (3, 9, 9))):
+        np.savez(path, x=np.zeros((40, *given), np.uint8), y=y)
+        assert (load_arrays(path).x.shape[1:], load_arrays(path).x.dtype) == (kept, np.uint8)
+    for x in (values, values.astype(">f8"), values.astype(np.longdouble), np.asfortranarray(values)):
+        np.savez(path, x=x, y=np.array([-5, -5, 2**40, 3])[y])
         dataset = load_arrays(path)
-        assert dataset.x.shape[1:] == shape
-        assert dataset.x.dtype == (np.uint8 if x.dtype == np.uint8 else np.float32)
-    assert dataset.mean == ()
+        assert (dataset.x.tolist(), dataset.classes) == (values.tolist(), ("-5", "3", str(2**40)))
+    assert (dataset.x.dtype, dataset.mean) == (np.float32, ())
 
 
 def test_labels_and_clients_may_have_names() -> None:
-    dataset = dataset_of("mine", np.zeros((6, 2)), np.array(["cat", "dog"] * 3), client=np.array(["b", "a"] * 3))
+    dataset = dataset_of("mine", np.zeros((6, 2)), np.array([b"cat", b"dog"] * 3), client=np.array(["b", "a"] * 3))
     assert (dataset.classes, dataset.client_names) == (("cat", "dog"), ("a", "b"))
     assert dataset.client.tolist() == [1, 0] * 3
-    assert dataset_of("mine", np.zeros((2, 2)), np.array([b"cat", b"dog"])).classes == ("cat", "dog")
 
 
 def test_own_clients_and_a_ready_test_split_are_honoured() -> None:
-    x = np.arange(24, dtype=float)[:, None]
-    test = np.arange(24) % 4 == 0
-    federation = federation_of(x, np.arange(24) % 2, np.arange(24) // 8, test)
+    rows = np.arange(24)
+    federation = federation_of(rows[:, None] * 1.0, rows % 2, rows // 8, rows % 4 == 0)
     assert [examples.x.flatten().tolist() for examples in federation.test] == [[0, 4], [8, 12], [16, 20]]
     assert [len(examples.y) for examples in federation.train] == [6, 6, 6]
 
@@ -52,27 +46,10 @@ def test_uint8_images_are_normalised_by_training_data_alone() -> None:
     x = np.zeros((20, 4, 4), np.uint8)
     x[:10] = 10
     x[::2] += 2
-    test = np.arange(20) >= 10
-    federation = federation_of(x, np.arange(20) % 2, np.zeros(20, int), test)
-    assert federation.mean == (11.0,)
-    assert federation.std == (1.0,)
+    federation = federation_of(x, np.arange(20) % 2, np.zeros(20, int), np.arange(20) >= 10)
+    assert (federation.mean, federation.std) == ((11.0,), (1.0,))
     assert federation.normalise(federation.train[0].x).unique().tolist() == [-1.0, 1.0]
     assert federation.train[0].x.dtype == torch.uint8
-
-
-# Integers
-
-
-class Bag(nn.Module):
-    """The mean embedding of the tokens, then a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 4)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embedding(x).mean(1))
 
 
 def tokens(dtype: str) -> Federation:
@@ -85,43 +62,31 @@ def tokens(dtype: str) -> Federation:
 def test_token_ids_stay_integers_and_train_an_embedding(engine: str, dtype: str, kept: torch.dtype) -> None:
     federation = tokens(dtype)
     assert federation.train[0].x.dtype == federation.normalise(federation.train[0].x).dtype == kept
-    algorithm = create("fedavg", task_of(Bag()), budget(0.5, 2, 8))
-    played, _ = play(algorithm, federation, engine=engine)
-    assert all(not round.failures for round in played)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))
+    played, _ = play(create("fedavg", task_of(model), budget(0.5, 2, 8)), federation, engine=engine)
+    assert not any(round.failures for round in played)
     assert played[-1].evaluation.loss.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "bool", "float16", "float64"])
-def test_other_vectors_become_float32(dtype: str) -> None:
-    assert tokens(dtype).train[0].x.dtype == torch.float32
-
-
-def test_our_mlp_takes_integers_and_integer_images_become_floats() -> None:
-    x = torch.arange(6).view(2, 3)
-    module = MLP((3,), 2)
-    assert torch.equal(module(x), module(x.float()))
+def test_other_vectors_and_integer_images_become_float32() -> None:
+    for dtype in ("uint8", "int16", "bool", "float16", "float64"):
+        assert tokens(dtype).train[0].x.dtype == torch.float32
     assert dataset_of("mine", np.zeros((2, 4, 4), np.int64), np.arange(2)).x.dtype == np.float32
-
-
-# What is refused
+    x, module = torch.arange(6).view(2, 3), MLP((3,), 2)
+    assert torch.equal(module(x), module(x.float()))
 
 
 @pytest.mark.parametrize(
     ("arrays", "named"),
     [
-        ({"y": None}, "y"),
         ({"y": np.zeros(3, int)}, "y"),
         ({"y": np.array([0.5, 1, 2, 3])}, "y"),
         ({"x": np.array([[1, 2], [3, 4], [np.nan, 0], [5, 6]])}, r"x\[2\]"),
         ({"x": np.full((4, 2), 1e39)}, r"x\[0\]"),
-        ({"x": np.zeros(4)}, "shape"),
         ({"test": np.zeros(4)}, "test"),
         ({"client": np.zeros(5, int)}, "client"),
         ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "shape"),
-        ({"x": np.zeros((4, 0, 5, 5))}, "shape"),
-        ({"x": np.float64(3)}, "shape"),
         ({"x": np.zeros((4, 2), complex)}, "complex"),
-        ({"x": np.zeros((4, 2), "M8[s]")}, "datetime"),
         ({"client": np.array([0, 1, np.nan, 1])}, "client"),
         ({"x": np.array([{"a": 1}] * 4, dtype=object)}, "objects"),
         ({"x": np.zeros((10_001, 1)), "y": np.arange(10_001)}, "y"),
@@ -132,28 +97,21 @@ def test_our_mlp_takes_integers_and_integer_images_become_floats() -> None:
 @pytest.mark.filterwarnings("error")
 def test_bad_arrays_are_refused(tmp_path, arrays: dict, named: str) -> None:
     path = tmp_path / "bad.npz"
-    arrays = {"x": np.zeros((4, 2)), "y": np.arange(4), **arrays}
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    np.savez(path, **{"x": np.zeros((4, 2)), "y": np.arange(4), **arrays})
     with pytest.raises(PfedlaError, match=rf"bad\.npz: .*{named}"):
         load_arrays(path)
-
-
-def test_a_file_that_is_no_npz_is_refused(tmp_path) -> None:
     for content in (b"", b"not a zip", pickle.dumps({"x": [1]})):
-        (tmp_path / "bad.npz").write_bytes(content)
+        path.write_bytes(content)
         with pytest.raises(PfedlaError, match=r"bad\.npz"):
-            load_arrays(tmp_path / "bad.npz")
+            load_arrays(path)
 
 
-def test_a_folder_of_arrays(tmp_path) -> None:
+def test_a_folder_of_arrays_and_a_single_class(tmp_path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((4, 2)))
     with pytest.raises(PfedlaError, match="y"):
         load_arrays(tmp_path)
     np.save(tmp_path / "y.npy", np.arange(4) % 2)
     assert load_arrays(tmp_path).y.tolist() == [0, 1, 0, 1]
-
-
-def test_a_single_class_is_refused_for_training() -> None:
     with pytest.raises(PfedlaError, match="single class"):
         federation_of(np.zeros((8, 2)), np.zeros(8, int), np.arange(8) % 2)
 
@@ -161,9 +119,8 @@ def test_a_single_class_is_refused_for_training() -> None:
 def test_pixel_statistics_are_exact() -> None:
     """Counted in pieces; the twin is numpy's own mean and standard deviation in float64."""
     x = np.random.default_rng(0).integers(0, 256, (5000, 3, 4, 5), np.uint8)
-    mean, std = pixel_statistics(x)
-    np.testing.assert_allclose(mean, x.mean((0, 2, 3), dtype=np.float64), rtol=1e-12)
-    np.testing.assert_allclose(std, x.std((0, 2, 3), dtype=np.float64), rtol=1e-12)
+    exact = [x.mean((0, 2, 3), dtype=np.float64), x.std((0, 2, 3), dtype=np.float64)]
+    np.testing.assert_allclose(pixel_statistics(x), exact, rtol=1e-12)
     assert pixel_statistics(np.full((3, 1, 2, 2), 7, np.uint8)) == ((7.0,), (1.0,))
 
 
@@ -171,10 +128,8 @@ def test_the_first_classes_alone() -> None:
     x, rows = np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1), np.array([0, 1, 2, 4, 5, 6, 8, 9, 10])
     dataset = dataset_of("mine", x, np.arange(12) % 4, client=np.arange(12) // 6, test=np.arange(12) % 2 == 0)
     kept = dataset.keep_classes(3)
-    assert kept.classes == ("0", "1", "2")
-    assert kept.y.tolist() == [0, 1, 2] * 3
+    assert (kept.classes, kept.y.tolist()) == (("0", "1", "2"), [0, 1, 2] * 3)
     assert (kept.x.flatten() == rows).all()
-    assert (kept.client == rows // 6).all()
-    assert (kept.test == (rows % 2 == 0)).all()
+    assert ((kept.client == rows // 6) & (kept.test == (rows % 2 == 0))).all()
     with pytest.raises(PfedlaError, match="classes_limit"):
         dataset.keep_classes(5)
