@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 import torch
-from flower_grid import Absent, simulate_absent
+from conftest import assert_same
+from flower_grid import Absent, assert_as_simulated, simulate_absent
 from safetensors.torch import load_file
 
 from pfedla.core.errors import PfedlaError
@@ -36,13 +37,9 @@ from pfedla.runs.experiment import Experiment
 
 START = time.monotonic()
 MARK = "PFEDLA_DEPLOYMENT_TEST"
-DIGITS = {
-    "data": {"dataset": "digits", "clients": 3},
-    "rounds": 3,
-    "evaluate_every": 3,
-    "training": {"local_epochs": 2},
-}
-TWO = {**DIGITS, "data": {"dataset": "digits", "clients": 2}}
+DATA, TIMES = {"dataset": "digits", "clients": 3}, {"rounds": 3, "evaluate_every": 3}
+DIGITS = {"data": DATA, **TIMES, "training": {"local_epochs": 2}}
+TWO = {**DIGITS, "data": {**DATA, "clients": 2}}
 
 
 def deploy(folder: Path, values: dict[str, Any]) -> Deployment:
@@ -68,8 +65,7 @@ def wait_for(happens: Callable[[], Any], what: str, seconds: float = 150) -> Any
 
 
 def read_log(deployment: Deployment) -> str:
-    log = beside(deployment.folder, LOG)
-    return log.read_text(encoding="utf-8") if log.exists() else ""
+    return beside(deployment.folder, LOG).read_text(encoding="utf-8")
 
 
 def wait_for_end(deployment: Deployment) -> None:
@@ -78,26 +74,13 @@ def wait_for_end(deployment: Deployment) -> None:
     assert json.loads(end.read_text()) == {"error": None}, read_log(deployment)
 
 
-def same(left: Path, right: Path) -> bool:
-    ours, theirs = load_file(left), load_file(right)
-    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-def assert_as_simulated(folder: Path, deployment: Deployment, absent: Absent | None = None) -> dict[str, Any]:
-    """The run folder, with the sites' models in it, is that of the threaded engine, bit for bit."""
-    simulated = folder / "simulated" / deployment.folder.name
-    simulate_absent(deployment.experiment, simulated, absent)
+def check(folder: Path, deployment: Deployment, absent: Absent | None = None) -> dict[str, Any]:
+    """The run folder, with the sites' models in it, is that of the threaded engine."""
     collect_models(folder, deployment.folder)
-    for path in sorted([*simulated.glob("models/*"), *simulated.glob("alpha.safetensors")]):
-        assert same(deployment.folder / path.relative_to(simulated), path), path
-    ours, theirs = (read_result(path / "result.json") for path in (deployment.folder, simulated))
-    for key in ("accuracy", "accuracy_after_training", "loss", "traffic", "failures"):
-        assert ours[key] == theirs[key], (key, ours[key], theirs[key])
-    return ours
+    return assert_as_simulated(deployment, folder / "simulated" / deployment.folder.name, absent=absent)
 
 
 def find_processes(program: str = "") -> list[psutil.Process]:
-    """Return what this test has started, directly or not."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -105,9 +88,6 @@ def find_processes(program: str = "") -> list[psutil.Process]:
             if is_ours and any(program in word for word in process.cmdline()):
                 found.append(process)
     return found
-
-
-# Scenarios
 
 
 def short(folder: Path) -> None:
@@ -119,40 +99,33 @@ def short(folder: Path) -> None:
     told = json.loads(subprocess.run(local, check=True, stdout=subprocess.PIPE, text=True).stdout)
     deployment = read_deployment(folder)
     assert told["run"] == str(deployment.folder)
-    assert told["accuracy"] == assert_as_simulated(folder, deployment)["accuracy"]
+    assert told["accuracy"] == check(folder, deployment)["accuracy"]
     runs = (deployment.folder, folder / "simulated" / "run")
     ours, simulated = ({path.name for path in run.rglob("*") if path.name != ".lock"} for run in runs)
     assert ours ^ simulated == {"deployment.json", ".run"}
 
 
-SPOILER = """
+SPOILER = r"""
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from pfedla.flower import client_app
 
 app = client_app.ClientApp()
 
-
 @app.query()
 @app.evaluate()
-def honest(message, context):
-    return client_app.reply(message, context)
-
-
 @app.train()
-def train(message, context):
-    answer = client_app.reply(message, context)
-    arrays = dict(answer.content["tensors"].items())
-    name = next(iter(arrays))
-    value = arrays[name].numpy()
-    spoiled = {
-        1: {name: Array(value * np.nan)},
-        2: {name: Array(value[:1])},
-        3: {"another.layer": Array(np.zeros(3, np.float32))},
-        4: {name: Array("float32", (3,), "numpy.ndarray", b"garbage")},
-    }
-    config = message.content["config"]
-    if config["client"] == 1:
+def answer(message, context):
+    answer, config = client_app.reply(message, context), message.content["config"]
+    if config["client"] == 1 and message.metadata.message_type == "train":
+        arrays = dict(answer.content["tensors"].items())
+        name, value = next((name, array.numpy()) for name, array in arrays.items())
+        spoiled = {
+            1: {name: Array(value * np.nan)},
+            2: {name: Array(value[:1])},
+            3: {"another.layer": Array(np.zeros(3, np.float32))},
+            4: {name: Array("float32", (3,), "numpy.ndarray", b"cos\n_exit\n(I1\ntR.")},  # a pickle: it ends the server
+        }
         answer.content["tensors"] = ArrayRecord(arrays | spoiled[config["round"]])
     return answer
 """
@@ -172,7 +145,7 @@ def methods(folder: Path) -> None:
         wait_for_end(deployments[2])
         refusals(folder, federation)
     for one in deployments:
-        traffic = assert_as_simulated(folder, one)["traffic"]
+        traffic = check(folder, one)["traffic"]
         wire = json.loads((one.folder / "deployment.json").read_text())["wire"]
         for way in ("down", "up"):
             assert wire[f"{way}_bytes"] == traffic[f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
@@ -200,8 +173,7 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
     assert "Receiving" not in text, text
     said = read_log(deployment)
     assert re.search(r"node \d+ \('client-1'\)", said), said
-    assert "client 2 cannot join: partition-id" in said, said
-    assert "pfedla: partition-id" in log.read_text()
+    assert all("partition-id" in text for text in (said, log.read_text()))
     reasons = ("not finite", "wrong shape", "wrong names", "not an upload")
     failures = read_result(deployment.folder / "result.json")["failures"]
     assert failures == {"1": dict.fromkeys(reasons, 1), "2": {"no answer": 4}}
@@ -209,7 +181,7 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
     simulate_absent(deployment.experiment, simulated, lambda client, round: client > 0)
     collect_models(folder, deployment.folder)
     for name in ("alpha.safetensors", "models/client-0.safetensors"):
-        assert same(deployment.folder / name, simulated / name), name
+        assert_same(load_file(deployment.folder / name), load_file(simulated / name))
 
 
 def node_killed(folder: Path) -> None:
@@ -241,7 +213,7 @@ def node_killed(folder: Path) -> None:
         absent |= set(range(int(left[1]), int(returned[1])))
     assert 2 in absent, said
     assert 5 not in absent, said
-    result = assert_as_simulated(folder, deployment, lambda client, round: client == 1 and round in absent)
+    result = check(folder, deployment, lambda client, round: client == 1 and round in absent)
     assert result["failures"] == {"1": {"no answer": len(absent)}}
 
 
@@ -268,7 +240,7 @@ def server_killed(folder: Path) -> None:
         federation.run(**{"deployment.resume": True})
         wait_for_end(deployment)
     assert read_log(deployment).count("resuming after round") == 2, read_log(deployment)
-    assert_as_simulated(folder, deployment)
+    check(folder, deployment)
 
 
 def main() -> None:

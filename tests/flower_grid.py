@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import assert_same
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
+from safetensors.torch import load_file
 
 import pfedla
 from pfedla.core.settings import Faults
@@ -17,35 +19,33 @@ from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import to_pem
 from pfedla.flower.layout import OwnData, plan_deployment, read_deployment, write_deployment
 from pfedla.flower.server_app import serve
+from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.progress import Display
 
 # The client's number and its reply; None: nothing comes, an exception: it cannot be read.
 Change = Callable[[int, Message], Message | Exception | None]
-
-
 Absent = Callable[[int, int], bool]  # of a client and a round
+NUMBERS = ("accuracy", "accuracy_after_training", "loss", "traffic", "failures")
 
 
 class LoopbackGrid:
     """What the engine uses of Flower's Grid. `absent` clients are offline; `change` acts on a reply on its way."""
 
     def __init__(self, deployment: Deployment, folder: Path) -> None:
-        self.deployment, self.replies, self.sent = deployment, {}, []
-        self.round = 0
+        self.deployment, self.replies, self.sent, self.round = deployment, {}, [], 0
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as in the process of a ServerApp
         self.absent: Absent = lambda client, round: False
         self.change: Change = lambda client, message: message
-        clients = range(deployment.num_clients)
-        self.nodes = {100 + client: client for client in clients}
-        self.keys = {100 + client: to_pem(deployment.settings.keys[client]) for client in clients}
-        self.config: dict[int, dict[str, Any]] = {
-            client: {"partition-id": client, "state": str(folder / f"site-{client}")} for client in clients
-        }
+        self.config: list[dict[str, Any]] = [
+            {"partition-id": client, "state": str(folder / f"site-{client}")}
+            for client in range(deployment.num_clients)
+        ]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        online = [node for node, client in self.nodes.items() if not self.absent(client, self.round)]
-        return [NodeInfo(node_id=node, public_key=self.keys[node], name=f"node-{node}") for node in online]
+        keys = [(client, to_pem(key)) for client, key in enumerate(self.deployment.settings.keys)]
+        online = [(client, key) for client, key in keys if not self.absent(client, self.round)]
+        return [NodeInfo(node_id=100 + client, public_key=key, name=f"node-{client}") for client, key in online]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
@@ -54,7 +54,7 @@ class LoopbackGrid:
             number = str(len(self.sent))
             message.metadata.__dict__["_message_id"] = number
             self.sent.append(message)
-            client = self.nodes[message.metadata.dst_node_id]
+            client = message.metadata.dst_node_id - 100
             try:
                 answer: Message | Exception | None = reply(message, self.context(client))
             except Exception as error:  # as Flower's own process does
@@ -69,9 +69,8 @@ class LoopbackGrid:
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         answers = [answer for number in message_ids for answer in self.replies.pop(number, [])]  # forgotten at once
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        for error in (answer for answer in answers if isinstance(answer, Exception)):
+            raise error
         return answers
 
 
@@ -112,3 +111,21 @@ def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) ->
                 lambda faults, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
             )
         pfedla.run(experiment, out)
+
+
+def assert_as_simulated(
+    deployment: Deployment, simulated: Path, keys: Iterable[str] = NUMBERS, absent: Absent | None = None
+) -> dict[str, Any]:
+    """Numbers, weights and personal models are those of the threaded engine, bit for bit."""
+    simulate_absent(deployment.experiment, simulated, absent)
+    tensors = [
+        {path.relative_to(folder): path for path in (*folder.glob("models/*"), *folder.glob("alpha.safetensors"))}
+        for folder in (deployment.folder, simulated)
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, path in tensors[0].items():
+        assert_same(load_file(path), load_file(tensors[1][name]))
+    ours, theirs = (read_result(folder / "result.json") for folder in (deployment.folder, simulated))
+    for key in keys:
+        assert ours[key] == theirs[key], (key, ours[key], theirs[key])
+    return ours

@@ -1,17 +1,18 @@
 """Every method over Flower's messages, without processes: a site does what a simulated client does."""
 
+import io
 import json
+import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import methods
-from flower_grid import Absent, LoopbackGrid, deploy, flatten, run_server, simulate_absent
+from flower_grid import LoopbackGrid, assert_as_simulated, deploy, flatten, run_server
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from safetensors.torch import load_file
 
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.flower.client_app import reply
@@ -49,71 +50,38 @@ def photos(folder: Path) -> dict[str, Any]:
     return {"model": "cnn-bn", "data": {"dataset": str(folder / "photos.npz"), "clients": 3, "partition": "iid"}}
 
 
-def personal(folder: Path, client: int) -> dict[str, torch.Tensor]:
-    (path,) = folder.glob(f"site-{client}/*/models/client-{client}.safetensors")
-    return load_file(path)
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
-
-
 def result_of(grid: LoopbackGrid) -> dict[str, Any]:
     return read_result(grid.deployment.folder / "result.json")
 
 
-def assert_as_simulated(
-    grid: LoopbackGrid,
-    tmp_path: Path,
-    keys: str = "accuracy accuracy_after_training loss traffic failures",
-    absent: Absent | None = None,
-) -> None:
-    """Numbers, weights and personal models are those of the threaded engine, bit for bit.
+def site_folder(grid: LoopbackGrid, client: int) -> Path:
+    (path,) = Path(grid.config[client]["state"]).glob("*/result.json")
+    return path.parent
 
-    `absent(client, round)`: in the simulation these clients do not answer.
-    """
-    ours, theirs = grid.deployment.folder, tmp_path / "simulated"
-    simulate_absent(grid.deployment.experiment, theirs, absent)
-    found, expected = (read_result(folder / "result.json") for folder in (ours, theirs))
-    for key in keys.split():
-        assert found[key] == expected[key], key
-    assert (ours / "alpha.safetensors").exists() == (theirs / "alpha.safetensors").exists()
-    if (theirs / "alpha.safetensors").exists():
-        assert same(load_file(ours / "alpha.safetensors"), load_file(theirs / "alpha.safetensors"))
+
+def check(grid: LoopbackGrid, tmp_path: Path, **how: Any) -> None:
+    """The run, with the models that its sites have kept, is that of the threaded engine."""
+    models = grid.deployment.folder / "models"
+    assert not list(models.iterdir())  # none comes to the server
     for client in range(3):
-        assert same(personal(tmp_path, client), load_file(theirs / "models" / f"client-{client}.safetensors"))
-    assert not list((ours / "models").iterdir())  # none comes to the server
+        shutil.copy(site_folder(grid, client) / "models" / f"client-{client}.safetensors", models)
+    assert_as_simulated(grid.deployment, tmp_path / "simulated", **how)
 
 
 @pytest.mark.parametrize("name", methods("pfedla", "fedfomo"))
 def test_a_method_over_messages_equals_the_threaded_engine(name: str, tmp_path: Path) -> None:
     grid = grid_of(tmp_path, name, **(photos(tmp_path) if name in ("fedbn", "pfedla") else {}))
     run_server(grid)
-    assert_as_simulated(grid, tmp_path)
+    check(grid, tmp_path)
     folders = (grid.deployment.folder, tmp_path / "simulated")
     described = [json.loads((folder / "federation.json").read_text()) for folder in folders]
     assert described[0] == described[1]
-
-
-@pytest.mark.parametrize("name", ["heurpfedla", pytest.param("fedrep", marks=pytest.mark.slow)])
-def test_the_wire_carries_the_counted_bytes_and_a_header_per_tensor(name: str, tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, name)
-    run_server(grid)
-    traffic = result_of(grid)["traffic"]
-    wire = json.loads((grid.deployment.folder / "deployment.json").read_text())["wire"]
-    for way in ("down", "up"):
-        assert wire[f"{way}_bytes"] == traffic[f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
     training = [message.content for message in grid.sent if message.metadata.message_type == "train"]
     arrays = [array for content in training for record in content.array_records.values() for array in record.values()]
-    assert (sum(len(array.data) for array in arrays), len(arrays)) == (wire["down_bytes"], wire["down_arrays"])
-    num_layers = len({name.split(".")[0] for content in training for name in content.array_records["tensors"]})
-    if name == "heurpfedla":  # from the second round on some layers are retained
-        assert wire["down_arrays"] < wire["up_arrays"]
-    else:
-        assert num_layers < len({name.split(".")[0] for name in personal(tmp_path, 0)})
-    (site,) = (tmp_path / "site-2").glob("*/result.json")
-    tested = evaluate_personal(load_personal(site.parent, "2"), None)  # on the site's part of the data
-    assert tested["accuracy"] == result_of(grid)["accuracy"]["per_client"][2]
+    counted = result_of(grid)["traffic"]["down_bytes"]  # the wire carries these and a header per tensor
+    assert sum(len(array.data) for array in arrays) == counted + HEADER_BYTES * len(arrays)
+    result, kept = result_of(grid), load_personal(site_folder(grid, 2), "2")
+    assert evaluate_personal(kept, None)["accuracy"] == result["accuracy"]["per_client"][2]
 
 
 # Clients and servers that go down
@@ -121,7 +89,7 @@ def test_the_wire_carries_the_counted_bytes_and_a_header_per_tensor(name: str, t
 
 @pytest.mark.parametrize("name", ["heurpfedla", pytest.param("pfedme", marks=pytest.mark.slow)])
 def test_a_server_that_stops_resumes(name: str, tmp_path: Path) -> None:
-    """It stops in the middle of round 2, when sites have trained already: their newer state must not count."""
+    """In the middle of round 2, when sites have trained already: their newer state must not count."""
     grid = grid_of(tmp_path, name, rounds=3)
 
     def power_cut(client: int, message: Message) -> Message:
@@ -134,35 +102,25 @@ def test_a_server_that_stops_resumes(name: str, tmp_path: Path) -> None:
         run_server(grid)
     grid.change = lambda client, message: message
     run_server(grid, resume=True)
-    assert_as_simulated(grid, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_lost_upload_advances_nothing(tmp_path: Path) -> None:
-    """Client 1's answer to round 2 is lost: the same as if it had been absent."""
-    grid = grid_of(tmp_path, "heurpfedla", rounds=3)
-    lost = (2, 1, "train")
-    grid.change = lambda client, m: None if (grid.round, client, m.metadata.message_type) == lost else m
-    run_server(grid)
-    assert_as_simulated(grid, tmp_path, absent=lambda client, round: (client, round) == (1, 2))
-    assert result_of(grid)["failures"] == {"1": {"no answer": 1}}
-
-
-def test_a_finished_run_that_is_resumed_needs_no_client(tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, rounds=1)
-    run_server(grid)
+    check(grid, tmp_path)
     before = (grid.deployment.folder / "deployment.json").read_text()
     again = LoopbackGrid(grid.deployment, tmp_path)
-    run_server(again, resume=True)
+    run_server(again, resume=True)  # finished: it needs no client
     assert not again.sent
     assert (grid.deployment.folder / "deployment.json").read_text() == before
 
 
-def test_a_late_client_takes_part_from_the_next_round_on(tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, rounds=3)
-    grid.absent = lambda client, round: client == 2 and round < 1
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_late_client_or_a_lost_upload_is_an_absence(lost: bool, tmp_path: Path) -> None:
+    grid, gone = grid_of(tmp_path, "heurpfedla", rounds=3), (1, 2) if lost else (2, 1)
+    if lost:
+        which = (*gone, "train")
+        grid.change = lambda client, m: None if (client, grid.round, m.metadata.message_type) == which else m
+    else:
+        grid.absent = lambda client, round: client == 2 and round < 1
     run_server(grid)
-    assert_as_simulated(grid, tmp_path, absent=lambda client, round: (client, round) == (2, 1))
+    check(grid, tmp_path, absent=lambda *one: one == gone)
+    assert result_of(grid)["failures"] == {str(gone[0]): {"no answer": 1}}
 
 
 @pytest.mark.slow
@@ -177,11 +135,10 @@ def test_with_too_few_clients_it_waits_then_stops_and_can_resume(tmp_path: Path)
         run_server(grid)
     grid.absent = lambda client, round: False
     run_server(grid, resume=True)
-    assert_as_simulated(grid, tmp_path)
+    check(grid, tmp_path)
 
 
 def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Path) -> None:
-    """Client 0 refuses, client 1 lies, client 2 goes offline after training; client 3 lies about its examples."""
     grid = grid_of(tmp_path, rounds=1, data={"dataset": "digits", "clients": 5})
     lies = {
         (0, "evaluate"): ("config", ConfigRecord({"refusal": "no"})),
@@ -199,19 +156,18 @@ def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Pat
     result, failure = result_of(grid), {"evaluation raised": 1}
     assert result["failures"] == {"0": failure, "1": failure, "3": {"no answer": 1}}
     assert result["refused_uploads"] == 0
-    assert any("refused: no" in line for line in said)
-    assert any(line.startswith("client 3 cannot join:") and "train" in line for line in said)
+    assert any("client 3" in line and "train" in line for line in said)
     assert [value is None for value in result["accuracy"]["per_client"]] == [True, True, True, True, False]
 
 
 def test_another_clients_partition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The site's log and the server's have the same reason, in one line whatever the site says."""
+    """Both logs have the reason, in one line whatever the site says."""
     grid = grid_of(tmp_path)
     grid.config[1]["partition-id"] = "0\nfinished: all is well\x1b[2J"
     said = run_server(grid)
     assert "partition-id" in capsys.readouterr().err
-    assert [line for line in said if "partition-id" in line and line.isprintable()]
-    assert all("\n" not in line for line in said)
+    assert any("partition-id" in line for line in said)
+    assert all(line.isprintable() for line in said)
     assert result_of(grid)["failures"] == {"1": {"no answer": 2}}
 
 
@@ -250,23 +206,15 @@ def test_sites_bring_their_own_data(pixels: bool, tmp_path: Path) -> None:
     described = json.loads((folder / "federation.json").read_text())
     assert (described["train"], described["test"], described["fingerprint"]) == ([], [], "")  # not told
     assert json.loads((folder / "deployment.json").read_text())["examples"] == [24, 16]
-    # What the site has kept is a run folder: its model can be tested there.
-    (site,) = (tmp_path / "site-1").glob("*/result.json")
+    kept = load_personal(site_folder(grid, 1), "1")
     for data in (tmp_path / "other.npz", tmp_path / "theirs"):
-        tested = evaluate_personal(load_personal(site.parent, "1"), data)
-        assert tested["accuracy"] == result["accuracy"]["per_client"][1]
+        assert evaluate_personal(kept, data)["accuracy"] == result["accuracy"]["per_client"][1]
     with pytest.raises(PfedlaError, match="--data"):
-        evaluate_personal(load_personal(site.parent, "1"), None)
+        evaluate_personal(kept, None)
 
 
 @pytest.mark.parametrize(
-    ("file", "key"),
-    [
-        ({"shape": (6,)}, "(6,)"),
-        ({"labels": "abx"}, "'x'"),
-        ({"shape": (1, 8, 8), "dtype": np.uint8}, "(1, 8, 8)"),
-        (None, "--node-config"),
-    ],
+    ("file", "key"), [({"shape": (6,)}, "(6,)"), ({"labels": "abx"}, "'x'"), (None, "--node-config")]
 )
 def test_data_that_do_not_fit_are_refused_when_joining(
     file: dict[str, Any] | None, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -276,13 +224,13 @@ def test_data_that_do_not_fit_are_refused_when_joining(
     if file is not None:
         grid.config[1]["data"] = str(own_file(tmp_path / "mine.npz", **file))
     said = run_server(grid)
-    assert any(line.startswith("client 1 cannot join:") and key in line for line in said)
+    assert any("client 1" in line and key in line for line in said)
     assert key in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
-    """The site has no ready test split, so its model is not tested on the file that it trained on, either."""
+    """Without a ready test split, a model is not tested on the file that it trained on, either."""
     grid = own_grid(tmp_path)
     for client in (0, 1):
         path = own_file(tmp_path / f"data-{client}.npz", seed=client)
@@ -298,9 +246,8 @@ def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
     grid.change = grow
     run_server(grid)
     assert result_of(grid)["failures"]["1"]["refused"] >= 1
-    (site,) = (tmp_path / "site-0").glob("*/result.json")
     with pytest.raises(PfedlaError, match="trained on"):
-        evaluate_personal(load_personal(site.parent, "0"), tmp_path / "data-0.npz")
+        evaluate_personal(load_personal(site_folder(grid, 0), "0"), tmp_path / "data-0.npz")
 
 
 def test_a_round_that_ends_too_late_deletes_no_later_state(tmp_path: Path) -> None:
@@ -309,17 +256,25 @@ def test_a_round_that_ends_too_late_deletes_no_later_state(tmp_path: Path) -> No
     site = Site(deployment, {"client": 0, "run": "0" * 16}, {"state": str(tmp_path / "site-0")})
     state = site.client.algorithm.init_client()
 
-    def kept() -> list[str]:
-        return sorted(path.stem for path in site.folder.glob("round-*"))
-
-    for round, base in ((3, 2), (4, 3), (6, 4), (5, 4)):
-        site._keep(round, base, state)
-    assert kept() == ["round-3", "round-4", "round-5", "round-6"]
-    site._keep(7, 6, state)
-    assert kept() == ["round-5", "round-6", "round-7"]
+    for rounds, kept in ((((3, 2), (4, 3), (6, 4), (5, 4)), "3456"), (((7, 6),), "567")):
+        for round, base in rounds:
+            site._keep(round, base, state)
+        assert sorted(path.stem for path in site.folder.glob("round-*")) == [f"round-{number}" for number in kept]
 
 
 # Untrusted messages
+
+
+class Trap:
+    """It would end the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("unpickled",)
+
+
+def pickled() -> Array:
+    np.save(file := io.BytesIO(), np.array([Trap()]), allow_pickle=True)
+    return Array("object", (1,), "numpy.ndarray", file.getvalue())
 
 
 def replace(message: Message, key: str, record: Any) -> Message:
@@ -336,14 +291,10 @@ def clear(message: Message) -> Message:
 def put(message: Message, value: Any, name: str = "") -> Message:
     """Put an array in the place of the first one, or under another name."""
     arrays = dict(message.content.array_records["tensors"].items())
-    value = value(first(message)[1]) if callable(value) else value
-    arrays[name or first(message)[0]] = value if isinstance(value, Array) else Array(np.asarray(value))
+    first = next(iter(arrays))
+    value = value(arrays[first].numpy()) if callable(value) else value
+    arrays[name or first] = value if isinstance(value, Array) else Array(value)
     return replace(message, "tensors", ArrayRecord(arrays))
-
-
-def first(message: Message) -> tuple[str, np.ndarray]:
-    name = next(iter(message.content.array_records["tensors"]))
-    return name, message.content.array_records["tensors"][name].numpy()
 
 
 BAD = {
@@ -351,13 +302,11 @@ BAD = {
     "shape": (lambda m: put(m, lambda value: value[:1]), "wrong shape"),
     "names": (lambda m: put(m, np.zeros(3, np.float32), "surprise"), "wrong names"),
     "garbage": (lambda m: put(m, Array("float32", (3,), "numpy.ndarray", b"garbage")), "not an upload"),
+    "pickle": (lambda m: put(m, pickled()), "not an upload"),
     "huge": (lambda m: put(m, np.zeros(10**6, np.float32), "more"), "not an upload"),
     "mask": (lambda m: replace(m, "config", ConfigRecord({"sent": [1]})), "not an upload"),
     "unsent": (lambda m: replace(m, "config", ConfigRecord({"sent": [0] * 4})), "wrong layers"),
-    "metrics": (
-        lambda m: replace(m, "metrics", MetricRecord({"training_loss": 1.0, "accuracy": 7.0})),
-        "not an upload",
-    ),
+    "metrics": (lambda m: replace(m, "metrics", MetricRecord({"accuracy": 7.0})), "not an upload"),
     "empty": (clear, "not an upload"),
     "unreadable": (lambda m: ValueError("no message at all"), "not an upload"),
     "refusal": (lambda m: replace(m, "config", ConfigRecord({"refusal": "no"})), "refused"),
@@ -367,8 +316,8 @@ BAD = {
 @pytest.mark.slow
 def test_bad_uploads_are_refused_and_counted(tmp_path: Path) -> None:
     """In every round client 1 sends something else that cannot be used: the run is that of the others."""
-    rounds, kinds = len(BAD), list(BAD.values())
-    grid = grid_of(tmp_path, rounds=rounds, evaluate_every=rounds)
+    kinds = list(BAD.values())
+    grid = grid_of(tmp_path, rounds=len(BAD), evaluate_every=len(BAD))
 
     def spoil(client: int, message: Message) -> Message:
         is_upload = client == 1 and message.metadata.message_type == "train"
@@ -376,30 +325,28 @@ def test_bad_uploads_are_refused_and_counted(tmp_path: Path) -> None:
 
     grid.change = spoil
     said = run_server(grid)
-    counted = Counter(reason for _, reason in BAD.values())
-    assert result_of(grid)["failures"] == {"1": dict(counted)}, said
-    keys = "accuracy accuracy_after_training loss"
-    assert_as_simulated(grid, tmp_path, keys, absent=lambda client, round: client == 1)
+    assert result_of(grid)["failures"] == {"1": dict(Counter(reason for _, reason in BAD.values()))}, said
+    check(grid, tmp_path, keys=("accuracy", "accuracy_after_training", "loss"), absent=lambda client, _: client == 1)
 
 
 def test_a_site_checks_what_the_server_sends(tmp_path: Path) -> None:
     grid = grid_of(tmp_path, rounds=1)
     run_server(grid)
     message = next(message for message in grid.sent if message.metadata.message_type == "train")
-    name, good = first(message)[0], message.content["tensors"]
+    good, name = message.content["tensors"], next(iter(message.content["tensors"]))
 
-    def refusal_of(spoiled: Message) -> str:
-        refusal = str(reply(spoiled, grid.context(0)).content.config_records["config"]["refusal"])
-        spoiled.content["tensors"] = good
-        return refusal
-
-    assert "not finite" in refusal_of(put(message, lambda value: value * np.inf))
-    assert name in refusal_of(put(message, lambda value: value[:1]))
-    assert "strange" in refusal_of(put(message, np.zeros(3, np.float32), "strange"))
     rest = ArrayRecord({key: array for key, array in good.items() if key != name})
-    assert name in refusal_of(replace(message, "tensors", rest))
-    message.content["config"]["run"] = "../../../etc/passw"
-    assert "etc" in refusal_of(message)
+    for spoil, key in (
+        (lambda: put(message, lambda value: value * np.inf), "finite"),
+        (lambda: put(message, lambda value: value[:1]), name),
+        (lambda: put(message, np.zeros(3, np.float32), "strange"), "strange"),
+        (lambda: put(message, pickled()), name),
+        (lambda: replace(message, "tensors", rest), name),
+        (lambda: message.content["config"].update({"run": "../../../etc/passw"}), "etc"),
+    ):
+        spoil()
+        assert key in str(reply(message, grid.context(0)).content.config_records["config"]["refusal"])
+        message.content["tensors"] = good
 
 
 # What a deployment refuses, and what it writes
@@ -422,20 +369,17 @@ def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_another_version_and_an_existing_folder_are_refused(tmp_path: Path) -> None:
-    deployment = deploy(tmp_path / "fed", DIGITS)
+def test_the_run_configuration_describes_the_deployment(tmp_path: Path) -> None:
+    """Another version and an existing folder are refused."""
+    deployment = deploy(tmp_path / "fed", values_of("heurpfedla", training={"lr": 0.1}))
+    assert Deployment.from_run_config(flatten(deployment)) == deployment
+    with pytest.raises(PfedlaError, match=r"deployment\.wait"):
+        Deployment.from_run_config({**flatten(deployment), "deployment.wait": -1})
     with pytest.raises(PfedlaError, match=r"9\.9"):
         run_server(LoopbackGrid(deployment, tmp_path), version="9.9")
     deployment.folder.mkdir()
     with pytest.raises(PfedlaError, match=r"deployment\.resume"):
         run_server(LoopbackGrid(deployment, tmp_path))
-
-
-def test_the_run_configuration_describes_the_deployment(tmp_path: Path) -> None:
-    deployment = deploy(tmp_path / "fed", values_of("heurpfedla", training={"lr": 0.1}))
-    assert Deployment.from_run_config(flatten(deployment)) == deployment
-    with pytest.raises(PfedlaError, match=r"deployment\.wait"):
-        Deployment.from_run_config({**flatten(deployment), "deployment.wait": -1})
 
 
 def test_private_keys_are_readable_by_their_owner_only_and_not_in_the_app(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from conftest import HELD_OUT, TinyNet, assert_same, budget, flat, make, play, toy_federation
 from safetensors.torch import load_file
 from test_learning import clusters
+from test_resume import contents
 
 from pfedla.algorithms import ALGORITHMS
 from pfedla.algorithms.similarity import LayerSimilarity
@@ -49,34 +50,24 @@ def join_one(algorithm: Algorithm, server: ServerState, unseen: Federation, roun
     return join(algorithm, server, unseen, 5, Experiment(), after=3, rounds=rounds)
 
 
-def is_same(one: Joined, other: Joined) -> bool:
-    assert_same(one.model, other.model)
-    assert (one.alphas is None) == (other.alphas is None)
-    assert one.alphas is None or torch.equal(one.alphas, other.alphas)
-    return (one.accuracies(), one.traffic) == (other.accuracies(), other.traffic)
-
-
 @pytest.mark.parametrize("name", JOINING)
 def test_joining_changes_nobody_else_and_is_repeatable(name: str) -> None:
     federation, unseen = split()
-    algorithm = make(name, batch_norm=None)
-    server = play(algorithm, federation)[0][-1].server
+    algorithm, server = trained(name, federation, batch_norm=None)
     kept = copy.deepcopy(server)
-    joined = join_one(algorithm, server, unseen)
+    joined, again = (join_one(algorithm, server, unseen) for _ in range(2))
     assert_same(flat(server), flat(kept))
-    assert is_same(joined, join_one(algorithm, server, unseen))
-    assert all(0 <= value <= 1 for value in joined.accuracies().values() if value is not None)
+    assert_same(joined.model, again.model)
+    assert (joined.accuracies(), joined.traffic) == (again.accuracies(), again.traffic)
     assert joined.model.keys() == algorithm.task.initial().keys()
     assert all(value.isfinite().all() for value in joined.model.values())
     if joined.alphas is not None:
+        assert torch.equal(joined.alphas, again.alphas)
         assert joined.alphas.shape == (ROUNDS + 1, len(algorithm.task.layers), 6)
         torch.testing.assert_close(joined.alphas.sum(-1), torch.ones(joined.alphas.shape[:2]))
-
-
-def test_local_shares_nothing_to_join() -> None:
-    assert set(ALGORITHMS) - set(JOINING) == {"local"}
-    with pytest.raises(NotApplicableError, match="fedavg"):  # it names those that a client can join
-        join_one(make("local"), {}, split()[1])
+    if name not in LEARNING:  # the private state starts as ever
+        admitted, start = algorithm.admit(server, 0), algorithm.init_client()
+        assert_same(algorithm.init_unseen(admitted, start), algorithm.init_client())
 
 
 def test_a_method_that_changes_another_client_is_found_out() -> None:
@@ -90,23 +81,15 @@ def test_a_method_that_changes_another_client_is_found_out() -> None:
         join_one(careless, careless.init_server(5, 0), split()[1])
 
 
-# What methods do
-
-
-def test_fedavg_gives_the_global_model_and_runs_no_round() -> None:
+def test_fedavg_gives_the_global_model_and_fedrep_its_body_with_a_head() -> None:
     federation, unseen = split()
     algorithm, server = trained("fedavg", federation)
     joined = join_one(algorithm, server, unseen)
     assert (joined.rounds, joined.after_training, joined.traffic.up_bytes) == (0, None, 0)
-    assert joined.before == joined.after
     assert_same(joined.model, server["model"])
     tuned = join_one(make("fedavg-ft"), server, unseen)
     assert tuned.rounds == 0
     assert any(not torch.equal(value, joined.model[name]) for name, value in tuned.model.items())
-
-
-def test_the_body_of_fedrep_stays_and_a_head_is_trained() -> None:
-    federation, unseen = split()
     algorithm, server = trained("fedrep", federation)
     model = join_one(algorithm, server, unseen).model
     assert_same({name: model[name] for name in server["model"]}, server["model"])
@@ -130,13 +113,6 @@ def test_pfedla_starts_from_the_plain_mean_and_learns_at_once(name: str) -> None
     own = algorithm.init_unseen(admitted, algorithm.init_client())
     assert own.keys() == algorithm.init_client().keys()
     assert_same(algorithm.task.layers.parameters(own), {key: mean[key] for key in own if key in mean})
-
-
-@pytest.mark.parametrize("name", [name for name in JOINING if name not in LEARNING])
-def test_the_private_state_of_other_methods_starts_as_ever(name: str) -> None:
-    algorithm = make(name, batch_norm=None)
-    admitted = algorithm.admit(algorithm.init_server(5, 0), 0)
-    assert_same(algorithm.init_unseen(admitted, algorithm.init_client()), algorithm.init_client())
 
 
 @pytest.mark.parametrize("sign", [0, 1])
@@ -169,18 +145,14 @@ def arrays(clients: int, seed: int = 0, **more: np.ndarray) -> dict[str, np.ndar
     return {"x": x, "y": y, **more}
 
 
-EXPERIMENT: dict[str, Any] = {
-    "rounds": 2,
-    "model": "mlp",
-    "training": {"lr": 0.05, "local_epochs": 1},
-    "algorithm": {"name": "pfedla-heldout", **HELD_OUT},
-    "data": {"dataset": "old.npz"},
-}
+TRAINING = {"lr": 0.05, "local_epochs": 1}
+METHOD = {"training": TRAINING, "algorithm": {"name": "pfedla-heldout", **HELD_OUT}}
+EXPERIMENT: dict[str, Any] = {"rounds": 2, "model": "mlp", **METHOD, "data": {"dataset": "old.npz"}}
+UNSEEN = EXPERIMENT | {"unseen_clients": 0.3}
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run on clients named in a file, and an unseen client's file beside it."""
     here = tmp_path_factory.mktemp("joining")
     np.savez(here / "old.npz", **arrays(4, client=np.repeat(["north", "east", "south", "west"], 30)))
     np.savez(here / "new.npz", **arrays(1, seed=1))
@@ -190,27 +162,20 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run, copied."""
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return Path("run")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla: Any, finished: Path) -> None:
     before = contents(finished)
     code, out, err = pfedla("join", finished, "--data", "new.npz", "--rounds", 3)
-    assert code == 0, err
-    assert "run/joined/new" in out
+    assert (code, "run/joined/new" in out) == (0, True), err
     folder = finished / "joined" / "new"
     assert {path.name for path in folder.iterdir()} == {"result.json", "model.safetensors", "alpha.safetensors"}
     result = json.loads((folder / "result.json").read_text())
     assert (result["after_round"], result["rounds"], result["clients"]) == (2, 3, 4)
     alpha = load_file(folder / "alpha.safetensors")["alpha"]
-    assert alpha.shape[0] == 4
     assert torch.equal(alpha[-1], torch.tensor(list(result["alpha"].values())))
     model = load_file(folder / "model.safetensors")
     assert model.keys() == load_file(finished / "models" / "client-0.safetensors").keys()
@@ -219,9 +184,6 @@ def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla: Any, finis
     assert (code, "--name" in err) == (2, True)
     code, out, _ = pfedla("join", finished, "--data", "new.npz", "--rounds", 3, "--name", "again", "--json")
     assert (code, json.loads(out)["accuracy"]) == (0, result["accuracy"])
-    for file in ("model.safetensors", "alpha.safetensors"):
-        assert (finished / "joined" / "again" / file).read_bytes() == (folder / file).read_bytes()
-    assert pfedla("join", finished, "--data", "new.npz", "--name", "third", "-q")[1:] == ("", "")
 
 
 def test_the_model_of_an_unseen_client_is_evaluated_and_exported(pfedla: Any, finished: Path) -> None:
@@ -230,8 +192,7 @@ def test_the_model_of_an_unseen_client_is_evaluated_and_exported(pfedla: Any, fi
     tested = evaluate_personal(personal, None)
     assert (tested["client"], tested["examples"]) == ("joined/new", 9)
     assert tested["accuracy"] == pytest.approx(result["accuracy"]["after"])
-    code, _, err = pfedla("export", finished, "--client", "joined/new")
-    assert code == 0, err
+    assert pfedla("export", finished, "--client", "joined/new")[0] == 0
     described = json.loads((finished / "export" / "client-joined_new" / "model.json").read_text())
     assert described["client"] == "joined/new"
     with pytest.raises(PfedlaError, match="joined/new"):
@@ -246,9 +207,6 @@ def test_the_model_of_an_unseen_client_is_evaluated_and_exported(pfedla: Any, fi
     (folder / "result.json").write_text("{}")
     with pytest.raises(PfedlaError, match="--data"):
         evaluate_personal(personal, None)
-
-
-def test_a_ready_test_split_is_taken(finished: Path) -> None:
     np.savez("new.npz", **arrays(1, seed=1, test=np.arange(30) % 3 == 0, client=np.full(30, "site 7")))
     folder, result = join_run(finished, Path("new.npz"), rounds=1)
     assert (result["examples"]["train"], result["examples"]["test"]) == (20, 10)
@@ -275,25 +233,22 @@ def test_wrong_data_are_refused_and_leave_nothing(finished: Path, word: str) -> 
 
 
 def test_refusals_of_the_run(finished: Path, original: Path) -> None:
-    with pytest.raises(PfedlaError, match="made of"):
-        join_run(finished, original / "old.npz")
-    with pytest.raises(PfedlaError, match="nowhere"):
-        join_run(Path("nowhere"), Path("new.npz"))
+    assert set(ALGORITHMS) - set(JOINING) == {"local"}
     alone = run(Experiment.parse(EXPERIMENT | {"algorithm": {"name": "local"}}), Path("alone"))
     with pytest.raises(NotApplicableError, match="local"):
         join_run(alone, Path("new.npz"))
-    shutil.rmtree(finished / "checkpoints")
-    with pytest.raises(PfedlaError, match="checkpoint"):
-        join_run(finished, Path("new.npz"))
-    (finished / "deployment.json").write_text("{}")
-    with pytest.raises(PfedlaError, match="deployment"):
-        join_run(finished, Path("new.npz"))
+    for folder, data, spoil, key in (
+        (finished, original / "old.npz", lambda: None, "made of"),
+        (Path("nowhere"), Path("new.npz"), lambda: None, "nowhere"),
+        (finished, Path("new.npz"), lambda: shutil.rmtree(finished / "checkpoints"), "checkpoint"),
+        (finished, Path("new.npz"), lambda: (finished / "deployment.json").write_text("{}"), "deployment"),
+    ):
+        spoil()
+        with pytest.raises(PfedlaError, match=key):
+            join_run(folder, data)
 
 
 # Clients of an experiment that join after its last round
-
-
-UNSEEN = EXPERIMENT | {"unseen_clients": 0.3}
 
 
 def test_at_least_one_is_held_back_and_never_all() -> None:
@@ -318,8 +273,7 @@ def test_a_leak_counts_only_among_the_clients_that_take_part() -> None:
 
 
 def test_unseen_clients_are_part_of_the_identity(finished: Path, original: Path) -> None:
-    assert "unseen" not in json.loads((finished / "federation.json").read_text())
-    assert "unseen" not in json.loads((finished / "result.json").read_text())
+    assert all("unseen" not in json.loads((finished / f"{one}.json").read_text()) for one in ("federation", "result"))
     assert "unseen_clients" not in Experiment.parse(EXPERIMENT).identity()
     with pytest.raises(PfedlaError, match="unseen_clients"):
         run(Experiment.parse(UNSEEN | {"data": {"dataset": str(original / "old.npz")}}), finished, resume=True)
@@ -336,8 +290,8 @@ def test_unseen_clients_are_reported_apart(finished: Path) -> None:
         assert len(unseen[key]["per_client"]) == 1
     built = build(Experiment.parse(UNSEEN))
     assert isinstance(built.federation, Federation)
-    module, options = built.algorithm.task.module, {"lr": 0.05, "local_epochs": 1, **HELD_OUT}
-    plain = simulate(built.federation, module, "pfedla-heldout", rounds=2, engine="vectorized", **options)
+    module, options = built.algorithm.task.module, {"rounds": 2, "engine": "vectorized", **TRAINING, **HELD_OUT}
+    plain = simulate(built.federation, module, "pfedla-heldout", **options)
     assert result["accuracy"]["per_client"] == plain.accuracy.tolist()
     assert (folder / "models" / "unseen-0.safetensors").exists()
     for position, name in enumerate(known["clients"]):
@@ -356,22 +310,18 @@ def test_a_stopped_run_with_unseen_clients_resumes(finished: Path) -> None:
         Run(build(longer), RunFolder(stopped), stopping=lambda: (stopped / "models").exists()).complete()
     assert not (stopped / "result.json").exists()
     run(longer, stopped, resume=True)
-    for other in (extended, stopped):
-        results = (json.loads((folder / "result.json").read_text())["unseen"] for folder in (other, straight))
-        assert next(results) == next(results)
-        model = "models/unseen-0.safetensors"
-        assert (other / model).read_bytes() == (straight / model).read_bytes()
+    kept = [
+        (json.loads((one / "result.json").read_text())["unseen"], (one / "models/unseen-0.safetensors").read_bytes())
+        for one in (straight, extended, stopped)
+    ]
+    assert kept[0] == kept[1] == kept[2]
 
 
-@pytest.mark.slow
-def test_a_comparison_shows_them_apart(finished: Path) -> None:
+def test_local_with_unseen_clients_is_refused_at_once(pfedla: Any, finished: Path) -> None:
     values = {key: value for key, value in UNSEEN.items() if key != "algorithm"}
     rows = compare(plan_comparison(values, ["local", "fedavg"], [0], Path("compared")))
     assert "join" in rows[0].not_applicable
     assert "unseen" in comparison_markdown(rows)
-
-
-def test_local_with_unseen_clients_is_refused_at_once(pfedla: Any, finished: Path) -> None:
     code, _, err = pfedla("run", finished, "-a", "local", "--set", "unseen_clients=0.5", "--out", "no")
     assert (code, "local" in err) == (2, True)
     assert not Path("no").exists()
