@@ -195,6 +195,8 @@ def node_killed(folder: Path) -> None:
         node = federation.processes["client-1"]
         wait_for(lambda: {*find_processes("flwr-clientapp")} & {*node.children(recursive=True)}, "its work")
         federation.stop("client-1", kill=True)
+        # A node that is back before the server looks again would leave the round waiting for its lost message.
+        wait_for(lambda: "client 1 did not answer" in read_log(deployment), "the end of the round without it")
 
         def is_back() -> bool:  # refused as long as Flower believes the first one to be online
             process = federation.processes.get("client-1")
