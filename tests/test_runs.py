@@ -15,10 +15,11 @@ from pfedla import Run, simulate
 from pfedla.algorithms import ALGORITHMS
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.core.rounds import finite_mean
 from pfedla.runs.build import Built
+from pfedla.runs.checkpoint import describe_round
 from pfedla.runs.experiment import Experiment, list_settings
 from pfedla.runs.folder import RunFolder
-from pfedla.runs.run import describe_round, finite_mean
 
 SOURCE = Path(pfedla.__file__).parent
 

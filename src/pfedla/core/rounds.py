@@ -156,6 +156,12 @@ def summarise(accuracies: Tensor) -> dict[str, Any]:
     return {**{key: float(value) for key, value in numbers.items()}, "per_client": per_client}
 
 
+def finite_mean(values: Tensor) -> float | None:
+    """Average over the clients that have a value, as `summarise` does; None where there is nothing finite."""
+    mean = values.nanmean().item() if len(values) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
 def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
     """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink."""
     model = sum(layers.num_parameters) * FLOAT_BYTES

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from pfedla.core.contracts import Params, ServerState
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_json, sha256, write_text, write_whole
-from pfedla.core.rounds import Traffic
+from pfedla.core.rounds import Round, Traffic, finite_mean, summarise
 from pfedla.core.settings import CheckpointSettings
 from pfedla.core.tensor_files import read_tensors
 from pfedla.runs.experiment import Experiment, upgrade
@@ -176,6 +177,33 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
             was, is_now = ("unset" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
             found.append(f"{prefix}{key}: {was} -> {is_now}")
     return found
+
+
+def describe_round(
+    round: Round, layers: Sequence[str], honest: Tensor, failures: dict[int, dict[str, int]]
+) -> dict[str, Any]:
+    """Return what rounds.jsonl holds of an evaluated round; `failures` are all so far."""
+    assert round.evaluation is not None
+    retained = zip(layers, (~round.sent).sum(0).tolist(), strict=True)
+
+    def short(accuracies: Tensor) -> dict[str, Any]:
+        return {key: value for key, value in summarise(accuracies).items() if key != "per_client"}
+
+    line = {
+        "round": round.round,
+        "accuracy": short(round.evaluation.accuracy),
+        "loss": finite_mean(round.evaluation.loss),
+        "accuracy_after_training": finite_mean(round.after_training.accuracy),
+        "training_loss": finite_mean(round.training_loss),
+        "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
+        **asdict(round.traffic),
+        "cohort": round.cohort.ids.tolist(),
+        "retained": {layer: count for layer, count in retained if count},
+        "failures": failures,
+    }
+    if not honest.all():
+        line["honest"] = {"accuracy": short(round.evaluation.accuracy[honest])}
+    return line
 
 
 def add_line(run: Path, line: dict[str, Any]) -> None:

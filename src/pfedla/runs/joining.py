@@ -32,7 +32,7 @@ from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.folder import RESULT, new_folder
 from pfedla.runs.personal import JOINED, load_unseen, read_run
-from pfedla.runs.run import SNAPSHOT_NUMBERS, Run, fresh_state
+from pfedla.runs.run import Run, can_keep_alpha, fresh_state
 
 ROUNDS = 10
 
@@ -147,7 +147,7 @@ class _UnseenClient:
     def _alpha(self) -> list[Tensor]:
         """Return the client's row of alpha in a list; an empty one if there is none, or it is too large."""
         place = self.client.number
-        if (place + 1) * len(self.method.task.layers) * (place + 1) > SNAPSHOT_NUMBERS:
+        if not can_keep_alpha(place + 1, len(self.method.task.layers)):
             return []
         alpha = self.method.alpha(self.server)
         return [] if alpha is None else [alpha[place].clone()]
@@ -284,8 +284,7 @@ def join_run(
 
 def _load_last(checkpoints: Checkpoints, method: Algorithm, num_clients: int, seed: int) -> RunState:
     """Return the state that a run ended with, from its newest checkpoint."""
-    keeps_alpha = num_clients * len(method.task.layers) * num_clients <= SNAPSHOT_NUMBERS
-    fresh = fresh_state(method, num_clients, seed, keeps_alpha=keeps_alpha)
+    fresh = fresh_state(method, num_clients, seed)
     clients = copies(method.init_client(), num_clients)
     clients[TRAINED] = torch.zeros(num_clients, dtype=torch.bool)
     found = checkpoints.load_newest(fresh, clients)

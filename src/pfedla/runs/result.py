@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pfedla.core.contracts import Algorithm, Params
 from pfedla.core.errors import PfedlaError
-from pfedla.core.rounds import Traffic, summarise
+from pfedla.core.rounds import Traffic, finite_mean, summarise
 from pfedla.core.tasks import load_tensors
 from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import NO_ANSWER
@@ -66,7 +66,6 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
     """Return what result.json holds."""
     experiment = built.experiment
     total = sum(simulation.seconds.values())
-    loss = simulation.loss.nanmean().item()
     result = {
         "format": FORMAT,
         "algorithm": experiment.algorithm.name,
@@ -81,7 +80,7 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "model": experiment.model,
         "accuracy": summarise(simulation.accuracy),
         "accuracy_after_training": summarise(simulation.accuracy_after_training),
-        "loss": loss if abs(loss) < float("inf") else None,
+        "loss": finite_mean(simulation.loss),
         "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
         "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},

@@ -3,24 +3,22 @@
 The command line, `compare`, `reproduce`, `simulate` and the Flower server app all drive `Run`.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, ClientMetrics, Engine, Failure
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
-from pfedla.core.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds, summarise, timed
+from pfedla.core.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds, timed
 from pfedla.data.federation import Federation
 from pfedla.engines import create_engine
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
-from pfedla.runs.checkpoint import RunState, add_line, show_alpha
+from pfedla.runs.checkpoint import RunState, add_line, describe_round, show_alpha
 from pfedla.runs.folder import RunFolder
 from pfedla.runs.progress import Display
 from pfedla.runs.result import Simulation, describe_result, write_results
@@ -53,7 +51,7 @@ class Run:
         self._evaluation: ClientMetrics | None = None  # of the last round
         num_clients, num_layers = len(built.federation), len(self.algorithm.task.layers)
         self._interval = snapshot_interval(self.experiment.rounds, num_clients, num_layers)
-        self._keeps_alpha = num_clients * num_layers * num_clients <= SNAPSHOT_NUMBERS
+        self._keeps_alpha = can_keep_alpha(num_clients, num_layers)
         self.honest = torch.ones(num_clients, dtype=torch.bool)
         attackers = choose_attackers(self.experiment.faults, num_clients, self.experiment.seed)
         if len(attackers) < num_clients:  # if all attack now and then, nobody is told apart
@@ -105,7 +103,7 @@ class Run:
         """Take the state of the last checkpoint, or a fresh one."""
         self.engine = engine
         experiment, num_examples = self.experiment, self.built.federation.num_examples
-        self.state = fresh_state(self.algorithm, len(num_examples), experiment.seed, keeps_alpha=self._keeps_alpha)
+        self.state = fresh_state(self.algorithm, len(num_examples), experiment.seed)
         if self.folder is not None and self.folder.reopened:
             loaded = self.folder.checkpoints.load_newest(self.state, engine.state())
             if loaded is not None:
@@ -206,18 +204,11 @@ class Run:
 
     def _failed(self, round: Round) -> GaveUpError | None:
         """Return the error that ends a run without usable uploads or personal models."""
-        failures, what = {}, ""
-        if self.state.failed_rounds >= self.experiment.uploads.max_failed_rounds:
-            count = self.state.failed_rounds
-            failures, what = (round.failures, f"no upload could be used in {count} rounds in a row (max_failed_rounds)")
-        elif round.evaluation is not None and round.evaluation.accuracy.isnan().all():
-            failures, what = round.evaluation_failures, "no personal model could be evaluated"
-        if not failures:
-            return None
-        client, failure = next(iter(failures.items()))
-        error = GaveUpError(f"{what}, the last time in round {round.round}; client {client}: {explain(failure)}")
-        error.__cause__ = failure.error
-        return error
+        count = self.state.failed_rounds
+        if count >= self.experiment.uploads.max_failed_rounds:
+            what = f"no upload could be used in {count} rounds in a row (max_failed_rounds)"
+            return give_up(f"{what}, the last time in round {round.round}", round.failures)
+        return check_evaluation(round.evaluation, round.evaluation_failures, round.round)
 
     # Result
 
@@ -246,7 +237,9 @@ class Run:
         cohort = everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
         if self._evaluation is None:  # all rounds had been run before
             evaluated = evaluate_all(self.algorithm, self.engine, state.server, cohort)
-            self._evaluation, _, evaluation_bytes = evaluated
+            self._evaluation, failures, evaluation_bytes = evaluated
+            if (error := check_evaluation(self._evaluation, failures, rounds)) is not None:
+                raise error
             out_of_turn = rounds % self.experiment.evaluate_every
             self._traffic = state.traffic.plus(evaluation=evaluation_bytes if out_of_turn else 0)
         chunks = in_chunks(self.algorithm, state.server, cohort)
@@ -267,10 +260,14 @@ class Run:
         )
 
 
-def fresh_state(algorithm: Algorithm, num_clients: int, seed: int, *, keeps_alpha: bool = True) -> RunState:
+def can_keep_alpha(num_clients: int, num_layers: int) -> bool:
+    return num_clients * num_layers * num_clients <= SNAPSHOT_NUMBERS
+
+
+def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
     """Return the state before the first round."""
     state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
-    if keeps_alpha:
+    if can_keep_alpha(num_clients, len(algorithm.task.layers)):
         take_snapshot(state, algorithm)
     return state
 
@@ -298,42 +295,22 @@ def thin_snapshots(state: RunState, interval: int, rounds: int) -> None:
     state.alpha_rounds = [state.alpha_rounds[position] for position in kept]
 
 
-def explain(failure: Failure) -> str:
+def check_evaluation(
+    evaluation: ClientMetrics | None, failures: Mapping[int, Failure], round: int
+) -> GaveUpError | None:
+    """Return an error if no personal model could be evaluated."""
+    if evaluation is None or not failures or not evaluation.accuracy.isnan().all():
+        return None
+    return give_up(f"no personal model could be evaluated in round {round}", failures)
+
+
+def give_up(what: str, failures: Mapping[int, Failure]) -> GaveUpError:
+    """Return the error that ends a run; it names the first failure."""
+    client, failure = next(iter(failures.items()))
     detail = f" ({failure.detail})" if failure.detail else ""
     hint = ""
     if failure.reason == "not finite":
         hint = "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
-    return f"{failure.reason}{detail}{hint}"
-
-
-def describe_round(
-    round: Round, layers: Sequence[str], honest: Tensor, failures: dict[int, dict[str, int]]
-) -> dict[str, Any]:
-    """Return what rounds.jsonl holds of an evaluated round; `failures` are all so far."""
-    assert round.evaluation is not None
-    retained = zip(layers, (~round.sent).sum(0).tolist(), strict=True)
-
-    def short(accuracies: Tensor) -> dict[str, Any]:
-        return {key: value for key, value in summarise(accuracies).items() if key != "per_client"}
-
-    line = {
-        "round": round.round,
-        "accuracy": short(round.evaluation.accuracy),
-        "loss": finite_mean(round.evaluation.loss),
-        "accuracy_after_training": finite_mean(round.after_training.accuracy),
-        "training_loss": finite_mean(round.training_loss),
-        "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
-        **dataclasses.asdict(round.traffic),
-        "cohort": round.cohort.ids.tolist(),
-        "retained": {layer: count for layer, count in retained if count},
-        "failures": failures,
-    }
-    if not honest.all():
-        line["honest"] = {"accuracy": short(round.evaluation.accuracy[honest])}
-    return line
-
-
-def finite_mean(values: Tensor) -> float | None:
-    """Average over the clients that have a value, as `summarise` does; None where there is nothing finite."""
-    mean = values.nanmean().item() if len(values) else math.nan
-    return mean if math.isfinite(mean) else None
+    error = GaveUpError(f"{what}; client {client}: {failure.reason}{detail}{hint}")
+    error.__cause__ = failure.error
+    return error
