@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,15 @@ def test_retained_layers_are_counted_in_the_line_of_a_round() -> None:
         round = run.step()
     line = describe_round(round, run.algorithm.task.layers.names, run.honest, {})
     assert sum(line["retained"].values()) == len(SIZES)
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_error_in_the_evaluation_of_a_resumed_run_ends_it(tmp_path: Path) -> None:
+    """All rounds were run before; only the evaluation at the end is left."""
+    with Run(built_with("fedavg", rounds=1), RunFolder(tmp_path / "run")) as run:
+        run.step()
+        run._evaluation, run.algorithm = None, Broken(task=run.algorithm.task, training=run.algorithm.training)
+        for number, client in enumerate(run.engine.clients):
+            run.engine.clients[number] = replace(client, algorithm=run.algorithm)
+        with pytest.raises(GaveUpError, match="typo"):
+            run.finish()
