@@ -29,6 +29,7 @@ from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.faults import choose_answering, choose_attackers, falsify, happens, limit_epochs
 from pfedla.core.layers import is_finite, stack
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate
+from pfedla.core.tasks import DirectTask
 from pfedla.core.training import draw_crops, evaluate, normalise
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Examples, Federation, Outline
@@ -122,6 +123,32 @@ class Client:
 
     def _inputs(self, x: Tensor) -> Tensor:
         return self.algorithm.task.lay_out(normalise(x.to(self.device), self.outline.mean, self.outline.std))
+
+
+def make_client(
+    algorithm: Algorithm,
+    outline: Outline,
+    examples: tuple[Examples, Examples],
+    *,
+    number: int,
+    device: torch.device,
+    recalibrate: Recalibrate,
+) -> Client:
+    """Return a client that is alone on its machine, or in its process; `examples`: for training and for its test."""
+    train, test = examples
+    example = outline.normalise(train.x[:1].to(device))[0]
+    direct = DirectTask(algorithm.task.to(device).module, example)
+    algorithm = algorithm.model_copy(update={"task": direct})
+    return Client(
+        number=number,
+        train=train,
+        test=test,
+        outline=outline,
+        algorithm=algorithm,
+        state=algorithm.init_client(),
+        recalibrate=recalibrate,
+        device=device,
+    )
 
 
 class SimulatedClients(ABC):

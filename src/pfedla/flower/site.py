@@ -21,10 +21,9 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, write_text
-from pfedla.core.tasks import DirectTask
 from pfedla.core.tensor_files import read_tensors, write_tensors
 from pfedla.data.federation import digest_of
-from pfedla.engines.client import Client, keep_freed_memory, usable_device
+from pfedla.engines.client import Client, keep_freed_memory, make_client, usable_device
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.site_data import read_examples
@@ -50,22 +49,17 @@ class Site:
         experiment, self.federation = self.built.experiment, self.built.federation
         self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
         kept = self.folder / "data.safetensors"
-        train, test = read_examples(self.path, experiment, self.federation, self.number, kept)
+        examples = read_examples(self.path, experiment, self.federation, self.number, kept)
         self.device = usable_device(str(node.get("device", experiment.engine.device)))
-        example = self.federation.normalise(train.x[:1].to(self.device))[0]
-        direct = DirectTask(self.built.algorithm.task.to(self.device).module, example)
-        algorithm = self.built.algorithm.model_copy(update={"task": direct})
-        self.client = Client(
+        self.client = make_client(
+            self.built.algorithm,
+            self.federation,
+            examples,
             number=self.number,
-            train=train,
-            test=test,
-            outline=self.federation,
-            algorithm=algorithm,
-            state=algorithm.init_client(),
-            recalibrate=experiment.recalibrate,
             device=self.device,
+            recalibrate=experiment.recalibrate,
         )
-        self._check_unchanged(digest_of(train, test))
+        self._check_unchanged(digest_of(*examples))
 
     def _check_unchanged(self, digest: str) -> None:
         known = self.folder / "site.json"

@@ -22,11 +22,10 @@ from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_text, write_whole
 from pfedla.core.layers import copies
 from pfedla.core.rounds import Traffic, summarise
-from pfedla.core.tasks import DirectTask
 from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
-from pfedla.engines.client import TRAINED, Client, attempt, one_thread, usable_device
+from pfedla.engines.client import TRAINED, attempt, make_client, one_thread, usable_device
 from pfedla.runs.build import build_around
 from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
 from pfedla.runs.experiment import SITES, Experiment
@@ -66,9 +65,6 @@ class _UnseenClient:
         number: int,
         experiment: Experiment,
     ) -> None:
-        device = usable_device(experiment.engine.device)
-        example = federation.normalise(federation.train[0].x[:1].to(device))[0]
-        running = method.model_copy(update={"task": DirectTask(method.task.to(device).module, example)})
         self.method, self.before = method, before
         self.seed, self.num_examples = experiment.seed, federation.num_examples
         admitted = method.admit(before, experiment.seed)
@@ -77,17 +73,17 @@ class _UnseenClient:
             for group, part in admitted.items()
         }
         self.server = self._restore(admitted)
-        state = running.init_unseen(self.server, running.init_client())
-        self.client = Client(
+        device = usable_device(experiment.engine.device)
+        client = make_client(
+            method,
+            federation,
+            (federation.train[0], federation.test[0]),
             number=number,
-            train=federation.train[0],
-            test=federation.test[0],
-            outline=federation,
-            algorithm=running,
-            state={name: value.to(device) for name, value in state.items()},
-            recalibrate=experiment.recalibrate,
             device=device,
+            recalibrate=experiment.recalibrate,
         )
+        state = client.algorithm.init_unseen(self.server, client.state)
+        self.client = replace(client, state={name: value.to(device) for name, value in state.items()})
 
     def run(self, rounds: range) -> Joined:
         """Run these rounds, or none where there is nothing to learn."""
