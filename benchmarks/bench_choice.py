@@ -24,7 +24,7 @@ from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings, Training
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine
+from pfedla.engines.simulated import SimulatedEngine
 from pfedla.runs.folder import describe_environment
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def measure(model: str, shape: tuple[int, ...], clients: int, examples: int, rep
     engines, setting_up = {}, {}
     for way, settings in WAYS.items():
         start = time.perf_counter()
-        engines[way] = create_engine(algorithm, federation, settings, recalibrate="never")
+        engines[way] = SimulatedEngine(algorithm, federation, settings, recalibrate="never")
         setting_up[way] = time.perf_counter() - start
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(repeats + 1):  # the first one warms up

@@ -21,7 +21,7 @@ from pfedla.core.models import build_model, model_for
 from pfedla.core.rounds import run_rounds
 from pfedla.core.settings import EngineSettings, Training
 from pfedla.core.tasks import task_of
-from pfedla.engines import create_engine
+from pfedla.engines.simulated import SimulatedEngine
 
 Play = Callable[[], Mapping[str, Any] | None]  # a round; what it returns is answered beside its seconds
 Serve = Callable[[Play], None]
@@ -56,7 +56,7 @@ def ours(settings: EngineSettings, data: Path, work: Work, threads: int, serve: 
     algorithm = FedAvg(task=task_of(module), training=training)
     settings = settings.model_copy(update={"threads": threads})
     never = sys.maxsize
-    with create_engine(algorithm, federation, settings, recalibrate="never") as clients:
+    with SimulatedEngine(algorithm, federation, settings, recalibrate="never") as clients:
         rounds = run_rounds(
             algorithm,
             clients,

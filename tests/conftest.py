@@ -16,13 +16,13 @@ from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, 
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.rounds import Round, run_rounds
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
-from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.tasks import Task, task_of
 from pfedla.core.training import batch_bounds
 from pfedla.core.uploads import NO_ANSWER, Accepted, accept
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine
-from pfedla.engines.client import NO_FAULTS, SimulatedClients
+from pfedla.engines.client import NO_FAULTS
+from pfedla.engines.simulated import SimulatedEngine
 
 settings.register_profile("pfedla", deadline=None)  # a busy machine is no failure
 settings.load_profile("pfedla")
@@ -55,7 +55,7 @@ class TinyNet(nn.Module):
         return self.fc2(torch.tanh(self.bn(self.fc1(x))))
 
 
-class Parabola(ClassificationTask):
+class Parabola(Task):
     """f(w; x) = (w - mean x)² / 2: its gradient is w - mean x. Keeps the batches that it was asked for."""
 
     def __init__(self) -> None:
@@ -132,9 +132,9 @@ def engine_for(
     threads: int = 1,
     recalibrate: Recalibrate = "never",
     faults: Faults = NO_FAULTS,
-) -> SimulatedClients:
+) -> SimulatedEngine:
     settings = EngineSettings(name=name, threads=threads)
-    return create_engine(algorithm, federation, settings, recalibrate=recalibrate, faults=faults)
+    return SimulatedEngine(algorithm, federation, settings, recalibrate=recalibrate, faults=faults)
 
 
 def make(

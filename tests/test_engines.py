@@ -16,8 +16,9 @@ from pfedla.core.models import MODELS, SmallCNN
 from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import create_engine, resolve_engine, vectorized
+from pfedla.engines import simulated, vectorized
 from pfedla.engines.client import Client
+from pfedla.engines.simulated import SimulatedEngine, resolve_engine
 
 
 def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation:
@@ -34,7 +35,7 @@ def train(module: nn.Module, federation: Federation, **settings: Any) -> list[An
     """One round of FedAvg; all clients answer."""
     algorithm = make("fedavg", module=module, batch_size=8)
     cohort = everyone(federation.num_examples, 1, 0)
-    with create_engine(algorithm, federation, EngineSettings(**settings), recalibrate="never") as engine:
+    with SimulatedEngine(algorithm, federation, EngineSettings(**settings), recalibrate="never") as engine:
         answers = engine.train(cohort, algorithm.download(algorithm.init_server(len(federation), 0), cohort))
     assert all(isinstance(answer, Answer) for answer in answers), answers
     return answers  # type: ignore[return-value]
@@ -96,7 +97,7 @@ def test_a_clients_state_does_not_keep_the_cohorts_downloads_alive() -> None:
     federation = toy_federation()
     cohort = everyone(federation.num_examples, 1, 0)
     for engine_name in ("threaded", "vectorized"):
-        with create_engine(algorithm, federation, EngineSettings(name=engine_name)) as engine:
+        with SimulatedEngine(algorithm, federation, EngineSettings(name=engine_name)) as engine:
             engine.train(cohort, algorithm.download(algorithm.init_server(len(SIZES), 0), cohort))
             engine.commit(cohort.ids)
             for value in engine.clients[0].state.values():
@@ -107,13 +108,12 @@ def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pyt
     torch.manual_seed(0)
     module, federation = SmallCNN((1, 8, 8), 3), federation_of_images((1, 8, 8), [16] * 5 + [24] * 2)
     groups: list[int] = []
-    update = vectorized.VectorizedEngine._update
 
-    def spy(self: Any, clients: list[Client], *rest: Any) -> Any:
+    def spy(clients: list[Client], *rest: Any) -> Any:
         groups.append(len(clients))
-        return update(self, clients, *rest)
+        return vectorized.update_stacked(clients, *rest)
 
-    monkeypatch.setattr(vectorized.VectorizedEngine, "_update", spy)
+    monkeypatch.setattr(simulated, "update_stacked", spy)
     together = train(module, federation, name="vectorized")
     assert groups == [5, 2]
     groups.clear()

@@ -8,22 +8,20 @@ values (server, clients) is a checkpoint.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from pydantic import ConfigDict, SkipValidation
-from torch import Tensor, nn
+from torch import Tensor
 
 from pfedla.core.layers import Layers
 from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
 from pfedla.core.settings import Section, Training
+from pfedla.core.tasks import Task as Task
 
 ServerState = dict[str, Params]  # named groups of tensors
 ClientState = Params  # one client's private tensors: statistics, retained layers
-Step = tuple[Params, Tensor, Params]  # gradients or new parameters, loss, statistics after the batch
-Only = Container[str] | None  # names of some parameters; None: all
 
 
 def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
@@ -34,10 +32,6 @@ def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
     """Return a fresh random stream for one purpose of one client in one round: no draw depends on another."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, round, client))
-
-
-def numpy_generator(seed: int, purpose: str) -> np.random.Generator:
-    return np.random.default_rng(derive_seed(seed, purpose))
 
 
 class Cohort(NamedTuple):
@@ -114,83 +108,11 @@ class Failure(NamedTuple):
     error: Exception | None = None  # what it raised
 
 
-class Task(Protocol):
-    """A model and its loss as functions of the model's tensors, under their state_dict names.
-
-    Frozen parameters stay inside the task: they are in none of these dictionaries.
-    """
-
-    @property
-    def layers(self) -> Layers: ...
-    @property
-    def module(self) -> nn.Module: ...
-
-    def initial(self) -> Params:
-        """Return a copy of the common initialisation: trained parameters and statistics."""
-
-    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
-        """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
-
-    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
-        """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
-
-    def logits(self, tensors: Params, x: Tensor) -> Tensor: ...
-    def recalibrate(self, tensors: Params, x: Tensor) -> Params:
-        """Return the same model with its statistics estimated anew from `x`."""
-
-    def lay_out(self, value: Tensor) -> Tensor:
-        """Return images or weights as the model is fastest with them in memory."""
-
-    def to(self, device: torch.device) -> "Task": ...
-
-
-class Hooks(Section):
-    """What only some methods need. The defaults fit all others; read `Algorithm` first."""
-
-    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
-    cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
-
-    def check(self, num_clients: int) -> None:
-        """Raise NotApplicableError if the method does not fit, PfedlaError for a wrong option."""
-
-    def upload_like(self, download: Payload) -> Payload:
-        """Return a payload with the upload's names, shapes, dtypes and sent layers; numbers are ignored."""
-        return Payload(download.tensors, download.sent)
-
-    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        """Return where each client's training began, stacked: an update's length is measured from there."""
-        return downloads.tensors
-
-    def held_out_share(self, download: Payload) -> float:
-        """Return the share of its training data that a client holds out in this round."""
-        return 0.0
-
-    def alpha(self, server: ServerState) -> Tensor | None:
-        """Return the weights [receivers, layers, senders] of all clients, if the method has them."""
-        return None
-
-    def resolved_options(self) -> dict[str, object]:
-        """Return the values of the options that were "auto", for the record of a run."""
-        return {}
-
-    def notice(self, rounds: float) -> str:
-        """Return what a user should know if a client trains in `rounds` rounds on average."""
-        return ""
-
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        """Return a copy of `server` with one extra row for an unseen client; only that row changes in its rounds."""
-        return server
-
-    def init_unseen(self, server: ServerState, initial: ClientState) -> ClientState:
-        """Return the private state of the client that `admit` added; `initial` is from `init_client`."""
-        return initial
-
-
-class Algorithm(Hooks, ABC):
+class Algorithm(Section, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
     An author writes six functions: init_server, download and aggregate for the server, on values stacked over the
-    cohort; init_client, local_update and personalize for one client.
+    cohort; init_client, local_update and personalize for one client. Only some methods need what comes after these.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings
@@ -198,6 +120,8 @@ class Algorithm(Hooks, ABC):
     summary: ClassVar[str]
     task: SkipValidation[Task]  # pydantic does not look at it
     training: Training
+    personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
+    cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
 
     @abstractmethod
     def init_server(self, num_clients: int, seed: int) -> ServerState: ...
@@ -224,6 +148,37 @@ class Algorithm(Hooks, ABC):
     @abstractmethod
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return the model this client would deploy now: parameters and statistics."""
+
+    def check(self, num_clients: int) -> None:
+        """Raise NotApplicableError if the method does not fit, PfedlaError for a wrong option."""
+
+    def upload_like(self, download: Payload) -> Payload:
+        """Return a payload with the upload's names, shapes, dtypes and sent layers; numbers are ignored."""
+        return Payload(download.tensors, download.sent)
+
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        """Return where each client's training began, stacked: an update's length is measured from there."""
+        return downloads.tensors
+
+    def held_out_share(self, download: Payload) -> float:
+        """Return the share of its training data that a client holds out in this round."""
+        return 0.0
+
+    def alpha(self, server: ServerState) -> Tensor | None:
+        """Return the weights [receivers, layers, senders] of all clients, if the method has them."""
+        return None
+
+    def notice(self, rounds: float) -> str:
+        """Return what a user should know if a client trains in `rounds` rounds on average."""
+        return ""
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        """Return a copy of `server` with one extra row for an unseen client; only that row changes in its rounds."""
+        return server
+
+    def init_unseen(self, server: ServerState, initial: ClientState) -> ClientState:
+        """Return the private state of the client that `admit` added; `initial` is from `init_client`."""
+        return initial
 
 
 class Engine(Protocol):

@@ -41,6 +41,13 @@ def limit_epochs(faults: Faults, cohort: Cohort, client: int, budget: int) -> in
     return int(torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client)))
 
 
+def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
+    """Return whether a client is an attacker and attacks in this round."""
+    if not happens(faults.attack_rate if faults.attackers else 0.0, cohort, "attack", client):
+        return False
+    return client in choose_attackers(faults, num_clients, cohort.seed)
+
+
 def happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
     """Draw whether something happens to a client in this round."""
     draws = generator(cohort.seed, purpose, cohort.round, client)

@@ -1,11 +1,12 @@
 """A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
 
-`ClassificationTask` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster: plain
+`Task` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster: plain
 autograd on a module whose tensors are put in place, images channels last. `CompiledTask` compiles the step.
 """
 
 import copy
 import threading
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.overrides import TorchFunctionMode
 
-from pfedla.core.contracts import Only, Step
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params
-from pfedla.core.settings import AUTO, Training
+from pfedla.core.settings import Training
+
+Step = tuple[Params, Tensor, Params]  # gradients or new parameters, loss, statistics after the batch
+Only = Container[str] | None  # names of some parameters; None: all
 
 
 def load_tensors(module: nn.Module, tensors: Params) -> nn.Module:
@@ -33,18 +36,23 @@ def copy_module(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
-class ClassificationTask:
-    """An nn.Module that maps a batch to logits, with cross-entropy."""
+class Task:
+    """An nn.Module that maps a batch to logits, with cross-entropy.
+
+    Its functions take tensors under their state_dict names. Frozen parameters stay inside: they are in no dictionary.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = copy_module(module)
         self.layers = Layers.of(self.module)
         self._copies = threading.local()
+        self._channels_last = False
 
-    def to(self, device: torch.device) -> "ClassificationTask":
-        return self if device.type == "cpu" else ClassificationTask(copy.deepcopy(self.module).to(device))
+    def to(self, device: torch.device) -> "Task":
+        return self if device.type == "cpu" else Task(copy.deepcopy(self.module).to(device))
 
     def initial(self) -> Params:
+        """Return a copy of the common initialisation: trained parameters and statistics."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: value.detach().clone() for name, value in tensors if name not in self.layers.frozen}
 
@@ -77,9 +85,11 @@ class ClassificationTask:
             raise PfedlaError(f"the model draws random numbers while it trains (dropout?): {why}")
 
     def lay_out(self, value: Tensor) -> Tensor:
-        return value
+        """Return images or weights as the model is fastest with them in memory."""
+        return channels_last(value) if self._channels_last and value.ndim == 4 else value
 
     def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
+        """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
         moving = {name: value for name, value in parameters.items() if only is None or name in only}
 
         def objective(moving: Params) -> tuple[Tensor, Params]:
@@ -89,19 +99,22 @@ class ClassificationTask:
         return gradients, loss, updated
 
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
-        gradients, loss, statistics = self.gradient(parameters, statistics, x, y)
-        return descend(parameters, gradients, lr), loss, statistics
+        """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
+        before = {name: self.lay_out(value) for name, value in parameters.items()}  # copies in the first step only
+        gradients, loss, statistics = self.gradient(before, statistics, x, y)
+        return descend(before, gradients, lr), loss, statistics
 
     def logits(self, tensors: Params, x: Tensor) -> Tensor:
         return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
 
     def recalibrate(self, tensors: Params, x: Tensor) -> Params:
+        """Return the same model with its statistics estimated anew from `x`."""
         fresh = {**tensors, **{name: tensors[name].clone() for name in self.layers.statistics}}
         functional_call(self._own_copy("recalibrate"), fresh, (x,))
         return fresh
 
 
-class DirectTask(ClassificationTask):
+class DirectTask(Task):
     """The same numbers without torch.func, which costs a tenth of a small network's step."""
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
@@ -114,14 +127,8 @@ class DirectTask(ClassificationTask):
         except Exception:  # whatever the user's module raises
             self._channels_last = False
 
-    def lay_out(self, value: Tensor) -> Tensor:
-        return channels_last(value) if self._channels_last and value.ndim == 4 else value
-
-    def _lay_out_all(self, tensors: Params) -> Params:
-        return {name: self.lay_out(value) for name, value in tensors.items()}
-
     def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
-        leaves = {name: value.detach() for name, value in self._lay_out_all(parameters).items()}
+        leaves = {name: self.lay_out(value).detach() for name, value in parameters.items()}
         moving = [name for name in leaves if only is None or name in only]
         statistics = {name: value.clone() for name, value in statistics.items()}
         module = self._own_copy("train")
@@ -131,12 +138,6 @@ class DirectTask(ClassificationTask):
         loss = F.cross_entropy(module(self.lay_out(x)), y)
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         return dict(zip(moving, gradients, strict=True)), loss.detach(), statistics
-
-    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
-        before = self._lay_out_all(parameters)  # copies in the first step only
-        gradients, loss, statistics = self.gradient(before, statistics, x, y)
-        after = torch._foreach_add(list(before.values()), list(gradients.values()), alpha=-lr)
-        return dict(zip(before, after, strict=True)), loss, statistics
 
     def _slots(self, module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
         """Return where the module keeps each tensor but the frozen; a tied weight is kept in two places."""
@@ -161,9 +162,8 @@ class CompiledTask(DirectTask):
 
     def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
         super().__init__(module, example)
-        assert training.lr != AUTO
-        self._training, lr = training, training.lr
-        initial = self._lay_out_all(self.initial())
+        self._training, lr = training, training.learning_rate
+        initial = {name: self.lay_out(value) for name, value in self.initial().items()}
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
         self._order = [*parameters, *statistics]
         own, gradient = self._own_copy("train"), grad_and_value(loss_of, argnums=1, has_aux=True)
@@ -183,8 +183,8 @@ class CompiledTask(DirectTask):
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
         if len(y) != self._training.batch_size or lr != self._training.lr:
             return super().step(parameters, statistics, x, y, lr)
-        given = self._lay_out_all({**parameters, **statistics})
-        loss, *updated = self._compiled(self.lay_out(x), y, *(given[name] for name in self._order))
+        given = {**parameters, **statistics}
+        loss, *updated = self._compiled(self.lay_out(x), y, *(self.lay_out(given[name]) for name in self._order))
         after = dict(zip(self._order, updated, strict=True))
         return {name: after[name] for name in parameters}, loss, {name: after[name] for name in statistics}
 
@@ -244,10 +244,10 @@ def channels_last(images: Tensor) -> Tensor:
     return torch.empty_strided(images.shape, strides, dtype=images.dtype, device=images.device).copy_(images)
 
 
-def task_of(module: nn.Module) -> ClassificationTask:
+def task_of(module: nn.Module) -> Task:
     """Make a task of a classifier that maps a batch to logits; its weights are the common initialisation."""
     if not isinstance(module, nn.Module):
         raise PfedlaError(f"the model should be an nn.Module (an instance), not {module!r}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PfedlaError("the model has no trainable parameter")
-    return ClassificationTask(module)
+    return Task(module)

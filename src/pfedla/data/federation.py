@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pfedla.core.contracts import generator, numpy_generator
+from pfedla.core.contracts import derive_seed, generator
 from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
 from pfedla.core.training import normalise
@@ -173,7 +173,7 @@ def build_federation(data: Data, seed: int, dataset: Dataset | None = None) -> t
 def _split(dataset: Dataset, data: Data, seed: int) -> Federation:
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
-    split = split_dataset(dataset, data, numpy_generator(seed, "partition"))
+    split = split_dataset(dataset, data, np.random.default_rng(derive_seed(seed, "partition")))
     pairs = ([(dataset.x[rows], dataset.y[rows]) for rows in part] for part in split)
     train, test = ([Examples(torch.from_numpy(x), torch.from_numpy(y)) for x, y in part] for part in pairs)
     names = dataset.client_names if data.partition == "client" else ()

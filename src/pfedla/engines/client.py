@@ -1,12 +1,9 @@
-"""What one client does with its data, and what the simulating engines share."""
+"""What one client does with its data, the same in a thread and at a site."""
 
 import ctypes
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,39 +11,31 @@ from torch import Tensor
 from pfedla.core.contracts import (
     Algorithm,
     Answer,
-    ClientMetrics,
     ClientState,
     Cohort,
-    Failure,
     LocalData,
     LocalResult,
     Params,
     Payload,
-    Task,
     generator,
 )
-from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.faults import choose_answering, choose_attackers, falsify, happens, limit_epochs
-from pfedla.core.layers import is_finite, stack
-from pfedla.core.settings import EngineSettings, Faults, Recalibrate
-from pfedla.core.tasks import DirectTask
-from pfedla.core.training import draw_crops, evaluate, normalise
-from pfedla.core.uploads import NO_ANSWER
-from pfedla.data.federation import Examples, Federation, Outline
+from pfedla.core.errors import PfedlaError
+from pfedla.core.faults import falsify, is_attacking, limit_epochs
+from pfedla.core.layers import is_finite
+from pfedla.core.settings import Faults, Recalibrate
+from pfedla.core.tasks import CompiledTask, DirectTask, Task
+from pfedla.core.training import draw_crops, evaluate
+from pfedla.data.federation import Examples, Outline
 
 Test = tuple[float, float]  # accuracy, mean loss
 Outcome = tuple[ClientState, Answer]
 CPU = torch.device("cpu")
 RECALIBRATION_EXAMPLES = 2048
-TRAINED = "__trained__"
 NO_FAULTS = Faults()
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """One client's own side, the same in a thread and at a site."""
-
     number: int  # every draw comes from it
     train: Examples
     test: Examples
@@ -54,20 +43,32 @@ class Client:
     algorithm: Algorithm  # its task in the form that is run, on the device
     state: ClientState  # private; never written into
     has_trained: bool = False
-    recalibrate: Recalibrate = "unsampled"
-    device: torch.device = CPU
+    recalibrate: Recalibrate
+    device: torch.device
+    faults: Faults
 
-    def update(self, download: Payload, cohort: Cohort, epochs: int | None = None) -> Outcome:
-        """Train for a round, or its first epochs; return the private state after it and what is sent."""
-        result = self.algorithm.local_update(self.state, download, self.local_data(cohort, download, epochs))
-        return result.client, self.answer(result, self.evaluate(result.model))
+    def update(self, download: Payload, cohort: Cohort) -> Outcome:
+        """Train for a round; return the private state after it and what is sent."""
+        data = self.local_data(cohort, download, self.limit_epochs(cohort))
+        result = self.algorithm.local_update(self.state, download, data)
+        return self.conclude(result, self.evaluate(result.model), download, cohort)
 
-    def answer(self, result: LocalResult, test: Test) -> Answer:
+    def limit_epochs(self, cohort: Cohort) -> int:
+        return limit_epochs(self.faults, cohort, self.number, self.algorithm.training.local_epochs)
+
+    def conclude(self, result: LocalResult, test: Test, download: Payload, cohort: Cohort) -> Outcome:
+        """Return the private state after training and the answer: an attacker's is falsified."""
         kinds = ({n: (v.shape, v.dtype) for n, v in state.items()} for state in (self.state, result.client))
         if next(kinds) != next(kinds):
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
         finite = is_finite(result.model) and is_finite(result.client)
-        return Answer(result.upload.to(CPU), result.loss.cpu(), accuracy=test[0], loss=test[1], finite=finite)
+        upload = result.upload.to(CPU)
+        if is_attacking(self.faults, cohort, self.number, len(self.outline)):
+            index = self.algorithm.task.layers.index
+            received = {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
+            start = {name: value.to(CPU) for name, value in {**self.state, **received}.items()}
+            upload = falsify(self.faults, cohort, self.number, upload, start)
+        return result.client, Answer(upload, result.loss.cpu(), accuracy=test[0], loss=test[1], finite=finite)
 
     def evaluate(self, model: Params) -> Test:
         with torch.no_grad():
@@ -122,7 +123,7 @@ class Client:
         return self._inputs(self.test.x), self.test.y.to(self.device)
 
     def _inputs(self, x: Tensor) -> Tensor:
-        return self.algorithm.task.lay_out(normalise(x.to(self.device), self.outline.mean, self.outline.std))
+        return self.algorithm.task.lay_out(self.outline.normalise(x.to(self.device)))
 
 
 def make_client(
@@ -130,15 +131,22 @@ def make_client(
     outline: Outline,
     examples: tuple[Examples, Examples],
     *,
-    number: int,
+    number: int = 0,
     device: torch.device,
     recalibrate: Recalibrate,
+    faults: Faults = NO_FAULTS,
+    stacks: bool = False,
+    compiles: bool = False,
 ) -> Client:
-    """Return a client that is alone on its machine, or in its process; `examples`: for training and for its test."""
+    """Return a client with its task in the form that is fastest for it: one that `stacks` runs under vmap."""
     train, test = examples
+    task: Task = algorithm.task.to(device)
     example = outline.normalise(train.x[:1].to(device))[0]
-    direct = DirectTask(algorithm.task.to(device).module, example)
-    algorithm = algorithm.model_copy(update={"task": direct})
+    if compiles:
+        task = CompiledTask(task.module, example, algorithm.training)
+    elif not stacks:
+        task = DirectTask(task.module, example)
+    algorithm = algorithm.model_copy(update={"task": task})
     return Client(
         number=number,
         train=train,
@@ -148,138 +156,8 @@ def make_client(
         state=algorithm.init_client(),
         recalibrate=recalibrate,
         device=device,
+        faults=faults,
     )
-
-
-class SimulatedClients(ABC):
-    """Implements Engine; a subclass says how local updates and evaluation are mapped over the clients."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        federation: Federation,
-        settings: EngineSettings,
-        *,
-        recalibrate: Recalibrate = "unsampled",
-        faults: Faults = NO_FAULTS,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.settings, self.device = settings, usable_device(settings.device)
-        example = normalise(federation.train[0].x[:1].to(self.device), federation.mean, federation.std)[0]
-        self.algorithm = algorithm.model_copy(update={"task": self._prepare(algorithm, example)})
-        self.faults = faults if faults.active else None
-        self.stopping = stopping  # asked before each client trains; if true, Stopped is raised, no state changes
-        initial = self.algorithm.init_client()
-        self.clients = [
-            Client(
-                number=number,
-                train=train,
-                test=test,
-                outline=federation,
-                algorithm=self.algorithm,
-                state=initial,
-                recalibrate=recalibrate,
-                device=self.device,
-            )
-            for number, (train, test) in enumerate(zip(federation.train, federation.test, strict=True))
-        ]
-        self._pending: dict[int, ClientState] = {}
-
-    def _prepare(self, algorithm: Algorithm, example: Tensor) -> Task:
-        """Return the algorithm's task in the form that this engine runs."""
-        return algorithm.task.to(self.device)
-
-    @abstractmethod
-    def _train(self, cohort: Cohort, downloads: Payload) -> list[Outcome | Failure]:
-        """Return every client's private state after its update, and its answer."""
-
-    @abstractmethod
-    def _evaluate(self, cohort: Cohort, downloads: Payload) -> list[Test | Failure]:
-        """Test every client's personal model."""
-
-    def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
-        answers: dict[int, Answer | Failure] = dict.fromkeys(cohort.ids.tolist(), NO_ANSWER)
-        if self.faults:
-            answering = choose_answering(self.faults, cohort).nonzero().squeeze(1)
-            cohort, downloads = cohort.only(answering), downloads.rows(answering)
-        outcomes = self._train(cohort, downloads.to(self.device)) if len(cohort.ids) else []
-        self._pending = {}
-        for client, outcome in zip(cohort.ids.tolist(), outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                answers[client] = outcome
-            else:
-                self._pending[client], answers[client] = outcome
-        return list((self._falsify(self.faults, cohort, downloads, answers) if self.faults else answers).values())
-
-    def _falsify(
-        self, faults: Faults, cohort: Cohort, downloads: Payload, answers: dict[int, Answer | Failure]
-    ) -> dict[int, Answer | Failure]:
-        attackers, index = choose_attackers(faults, len(self.clients), cohort.seed), self.algorithm.task.layers.index
-        for row, client in enumerate(cohort.ids.tolist()):
-            answer, sent = answers[client], downloads.sent[row]
-            attacks = client in attackers and happens(faults.attack_rate, cohort, "attack", client)
-            if attacks and isinstance(answer, Answer):
-                start = {name: value.cpu() for name, value in self.clients[client].state.items()}
-                start |= {name: value[row] for name, value in downloads.tensors.items() if sent[index[name]]}
-                answers[client] = answer._replace(upload=falsify(faults, cohort, client, answer.upload, start))
-        return answers
-
-    def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        tests = dict(zip(cohort.ids.tolist(), self._evaluate(cohort, downloads.to(self.device)), strict=True))
-        failures = {client: test for client, test in tests.items() if isinstance(test, Failure)}
-        metrics = [(torch.nan, torch.nan) if isinstance(test, Failure) else test for test in tests.values()]
-        return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
-
-    def commit(self, accepted: Tensor) -> None:
-        for client in accepted.tolist():
-            self.clients[client] = replace(self.clients[client], state=self._pending[client], has_trained=True)
-
-    def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
-        downloads, models = downloads.to(self.device), []
-        for row, client in enumerate(cohort.ids.tolist()):
-            model = attempt("", self.clients[client].personalize, copy_row(downloads, row), cohort)
-            models.append({} if isinstance(model, Failure) else {name: value.cpu() for name, value in model.items()})
-        return models
-
-    def state(self) -> Params:
-        """Return everybody's private state, stacked, and who has trained."""
-        private = {name: value.cpu() for name, value in stack([client.state for client in self.clients]).items()}
-        return {**private, TRAINED: torch.tensor([client.has_trained for client in self.clients])}
-
-    def load(self, state: Params) -> None:
-        for number, trained in enumerate(state[TRAINED].tolist()):
-            own = {name: value[number].clone().to(self.device) for name, value in state.items() if name != TRAINED}
-            self.clients[number] = replace(self.clients[number], state=own, has_trained=trained)
-
-    def _epochs(self, cohort: Cohort, client: int) -> int:
-        budget = self.algorithm.training.local_epochs
-        return limit_epochs(self.faults, cohort, client, budget) if self.faults else budget
-
-    def __enter__(self) -> Self:
-        one_thread.__enter__()
-        keep_freed_memory()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        one_thread.__exit__()
-
-
-def attempt(reason: str, function: Callable[..., R], *args: object) -> R | Failure:
-    """Return what a client's function returns, or a failure: one client's is not the others'."""
-    try:
-        return function(*args)
-    except Stopped:
-        raise
-    except Exception as error:
-        return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)
-
-
-def copy_row(payload: Payload, row: int) -> Payload:
-    """Return one client's payload in memory of its own, as a client on another machine has it.
-
-    Kernels may round by how a tensor is aligned, and a view would keep the whole cohort's tensors alive.
-    """
-    return payload.rows(row).map(torch.clone)
 
 
 def usable_device(name: str) -> torch.device:

@@ -10,13 +10,13 @@ from pfedla.core.errors import check_affordable, unknown
 from pfedla.core.faults import check_faults
 from pfedla.core.models import MODELS, build_model, model_for
 from pfedla.core.settings import AUTO
-from pfedla.core.tasks import ClassificationTask, task_of
+from pfedla.core.tasks import Task, task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data import datasets
 from pfedla.data.dataset import Dataset
 from pfedla.data.federation import Federation, Outline, build_federation
-from pfedla.engines import resolve_engine
 from pfedla.engines.client import usable_device
+from pfedla.engines.simulated import resolve_engine
 from pfedla.runs.experiment import AlgorithmSection, Experiment
 
 DEFAULT_LR = 0.01
@@ -67,7 +67,7 @@ def build_own(experiment: Experiment, federation: Federation, module: nn.Module)
     return _build_method(experiment, federation, task, DEFAULT_LR)
 
 
-def _build_method(experiment: Experiment, federation: Outline, task: ClassificationTask, lr: float) -> Built:
+def _build_method(experiment: Experiment, federation: Outline, task: Task, lr: float) -> Built:
     training = experiment.training
     if training.lr == AUTO:
         training = training.model_copy(update={"lr": lr})
@@ -79,7 +79,7 @@ def _build_method(experiment: Experiment, federation: Outline, task: Classificat
     check_affordable(f"the models of {len(federation)} clients", num_numbers)
     method.check(len(federation))
     check_faults(experiment.faults, len(federation), training.local_epochs)
-    options = algorithms.resolve_options(section.name, section.options) | method.resolved_options()
+    options = algorithms.resolve_options(section.name, section.options)
     resolved = experiment.model_copy(
         update={
             "training": training,

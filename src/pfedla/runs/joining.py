@@ -25,7 +25,8 @@ from pfedla.core.rounds import Traffic, summarise
 from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
-from pfedla.engines.client import TRAINED, attempt, make_client, one_thread, usable_device
+from pfedla.engines.client import make_client, one_thread, usable_device
+from pfedla.engines.simulated import TRAINED, attempt
 from pfedla.runs.build import build_around
 from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
 from pfedla.runs.experiment import SITES, Experiment

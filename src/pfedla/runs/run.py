@@ -15,7 +15,7 @@ from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
 from pfedla.core.rounds import Round, evaluate_all, everyone, in_chunks, run_rounds, timed
 from pfedla.data.federation import Federation
-from pfedla.engines import create_engine
+from pfedla.engines.simulated import SimulatedEngine
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
 from pfedla.runs.checkpoint import RunState, add_line, describe_round, show_alpha
@@ -90,7 +90,7 @@ class Run:
 
     def _create_engine(self) -> RunningEngine:
         assert isinstance(self.built.federation, Federation)
-        return create_engine(
+        return SimulatedEngine(
             self.algorithm,
             self.built.federation,
             self.experiment.engine,
