@@ -107,7 +107,7 @@ def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) ->
         if absent is not None:
             experiment = experiment.model_copy(update={"faults": Faults(dropout=0.5)})
             patch.setattr(
-                "pfedla.engines.client.choose_answering",
+                "pfedla.engines.simulated.choose_answering",
                 lambda faults, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
             )
         pfedla.run(experiment, out)

@@ -60,16 +60,16 @@ class Payload(NamedTuple):
     def rows(self, index: Tensor | int) -> "Payload":
         return self.map(lambda value: value[index])
 
-    def to(self, device: torch.device) -> "Payload":
+    def to(self, device: torch.device | str) -> "Payload":
         return self.map(lambda value: value.to(device))
 
 
 class LocalData(NamedTuple):
     """One client's training data. Batches are slices of `order[epoch]`, never padded: that would spoil BatchNorm."""
 
-    x: Tensor
-    y: Tensor
-    order: Tensor  # [epochs, examples]
+    x: Tensor = torch.empty(0)
+    y: Tensor = torch.empty(0)
+    order: Tensor = torch.empty(0)  # [epochs, examples]
     crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see training.crop; empty without augmentation
     held_out_x: Tensor = torch.empty(0)  # of the training data, the same in every round; see held_out_share
     held_out_y: Tensor = torch.empty(0)

@@ -5,9 +5,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from pfedla.core.contracts import Cohort, Params, Payload, generator
+from pfedla.core.contracts import Cohort, Payload, generator
 from pfedla.core.errors import PfedlaError
+from pfedla.core.layers import Params
 from pfedla.core.settings import AUTO, Attack, Faults
+
+NO_FAULTS = Faults()
 
 
 def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
@@ -15,18 +18,17 @@ def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
     if faults.stragglers and local_epochs < 2:
         raise PfedlaError("faults.stragglers: with one local epoch nobody can do fewer; set local_epochs to 2 or more")
     if (faults.attack == "none") != (faults.attackers == 0):
-        raise PfedlaError(
-            f"faults.attack = {faults.attack!r} and faults.attackers = {faults.attackers}: give what is sent "
-            f"({', '.join(get_args(Attack)[1:])}) and the share of the clients that send it, or neither"
-        )
+        given = f"faults.attack = {faults.attack!r} and faults.attackers = {faults.attackers}"
+        kinds = ", ".join(get_args(Attack)[1:])
+        raise PfedlaError(f"{given}: give what is sent ({kinds}) and the share of the clients that send it, or neither")
     if faults.attackers and not len(choose_attackers(faults, num_clients, 0)):
         raise PfedlaError(f"faults.attackers = {faults.attackers} of {num_clients} clients is nobody")
 
 
-def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
-    """Return the ids of the attackers, ascending."""
-    count = int(faults.attackers * num_clients + 0.5)
-    return torch.randperm(num_clients, generator=generator(seed, "attackers"))[:count].sort().values
+def happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
+    """Draw whether something happens to a client in this round."""
+    draws = generator(cohort.seed, purpose, cohort.round, client)
+    return chance > 0 and float(torch.rand((), generator=draws)) < chance
 
 
 def choose_answering(faults: Faults, cohort: Cohort) -> Tensor:
@@ -41,17 +43,16 @@ def limit_epochs(faults: Faults, cohort: Cohort, client: int, budget: int) -> in
     return int(torch.randint(1, budget, (), generator=generator(cohort.seed, "epochs", cohort.round, client)))
 
 
+def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
+    """Return the ids of the attackers, ascending."""
+    count = int(faults.attackers * num_clients + 0.5)
+    return torch.randperm(num_clients, generator=generator(seed, "attackers"))[:count].sort().values
+
+
 def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
     """Return whether a client is an attacker and attacks in this round."""
-    if not happens(faults.attack_rate if faults.attackers else 0.0, cohort, "attack", client):
-        return False
-    return client in choose_attackers(faults, num_clients, cohort.seed)
-
-
-def happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
-    """Draw whether something happens to a client in this round."""
-    draws = generator(cohort.seed, purpose, cohort.round, client)
-    return chance > 0 and float(torch.rand((), generator=draws)) < chance
+    attacks = faults.attackers > 0 and happens(faults.attack_rate, cohort, "attack", client)
+    return attacks and client in choose_attackers(faults, num_clients, cohort.seed)
 
 
 def falsify(faults: Faults, cohort: Cohort, client: int, upload: Payload, start: Params) -> Payload:
@@ -66,8 +67,7 @@ def falsify(faults: Faults, cohort: Cohort, client: int, upload: Payload, start:
             return torch.full_like(value, torch.nan)
         update = value - begin
         if attack == "noise":
-            noise = torch.randn(value.shape, generator=draws).to(value)
-            return begin + scale * update.square().mean().sqrt() * noise
+            return begin + scale * update.square().mean().sqrt() * torch.randn(value.shape, generator=draws).to(value)
         return begin + (scale if attack == "scale" else -scale) * update
 
     tensors = {n: change(value, start.get(n, torch.zeros_like(value))) for n, value in upload.tensors.items()}

@@ -16,7 +16,6 @@ from pfedla.core.layers import Layers
 from pfedla.core.uploads import accept, payload_bytes
 
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
-FLOAT_BYTES = 4
 MIB = 2**20
 
 
@@ -29,8 +28,7 @@ class Traffic:
     evaluation_bytes: int = 0
 
     def plus(self, *, down: int = 0, up: int = 0, evaluation: int = 0) -> "Traffic":
-        total = {"down_bytes": self.down_bytes + down, "up_bytes": self.up_bytes + up}
-        return Traffic(**total, evaluation_bytes=self.evaluation_bytes + evaluation)
+        return Traffic(self.down_bytes + down, self.up_bytes + up, self.evaluation_bytes + evaluation)
 
 
 class Round(NamedTuple):
@@ -54,7 +52,7 @@ def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: 
     """Draw a random share of the clients, at least one, in ascending order."""
     order = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))
     ids = order[: num_participants(len(num_examples), participation)].sort().values
-    return Cohort(round=round, seed=seed, ids=ids, num_examples=num_examples[ids])
+    return everyone(num_examples, round, seed).only(ids)
 
 
 def num_participants(num_clients: int, participation: float) -> int:
@@ -101,8 +99,7 @@ def run_rounds(
             if len(accepted.cohort.ids):
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
             engine.commit(accepted.cohort.ids)
-        evaluation: ClientMetrics | None = None
-        evaluation_failures, evaluation_bytes = dict[int, Failure](), 0
+        evaluation, evaluation_failures, evaluation_bytes = None, dict[int, Failure](), 0
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with timed(seconds, "evaluate"):
                 following = everyone(num_examples, number + 1, seed)
@@ -135,9 +132,7 @@ def evaluate_all(
     algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort
 ) -> tuple[ClientMetrics, dict[int, Failure], int]:
     """Test the personal models that the cohort would get now; return metrics, failures and bytes."""
-    parts: list[ClientMetrics] = []
-    failures: dict[int, Failure] = {}
-    num_bytes = 0
+    parts, failures, num_bytes = list[ClientMetrics](), dict[int, Failure](), 0
     for chunk, downloads in in_chunks(algorithm, server, cohort):
         num_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
         metrics, failed = engine.evaluate(chunk, downloads)
@@ -150,10 +145,11 @@ def summarise(accuracies: Tensor) -> dict[str, Any]:
     """Return mean, standard deviation, 10th percentile and worst over the clients that have a value."""
     per_client = [None if math.isnan(value) else value for value in accuracies.tolist()]
     known = np.array([value for value in per_client if value is not None])
-    if not len(known):
-        return {"mean": None, "std": None, "p10": None, "worst": None, "per_client": per_client}
-    numbers = {"mean": known.mean(), "std": known.std(), "p10": np.quantile(known, 0.1), "worst": known.min()}
-    return {**{key: float(value) for key, value in numbers.items()}, "per_client": per_client}
+    numbers: dict[str, Any] = dict.fromkeys(("mean", "std", "p10", "worst"))
+    if len(known):
+        values = (known.mean(), known.std(), np.quantile(known, 0.1), known.min())
+        numbers = dict(zip(numbers, map(float, values), strict=True))
+    return {**numbers, "per_client": per_client}
 
 
 def finite_mean(values: Tensor) -> float | None:
@@ -164,6 +160,6 @@ def finite_mean(values: Tensor) -> float | None:
 
 def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
     """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink."""
-    model = sum(layers.num_parameters) * FLOAT_BYTES
-    kept = sum(layers.num_parameters[layer] for layer in set(retained)) * FLOAT_BYTES
-    return Traffic(down_bytes=participants * rounds * (model - kept), up_bytes=participants * rounds * model)
+    messages, model = participants * rounds, sum(layers.num_parameters)
+    kept = sum(layers.num_parameters[layer] for layer in set(retained))
+    return Traffic(down_bytes=4 * messages * (model - kept), up_bytes=4 * messages * model)  # float32

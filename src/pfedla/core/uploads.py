@@ -1,6 +1,7 @@
 """What clients send is checked here, for every algorithm and every engine, before anything uses it."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Fail
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
 
 NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
+MASK = "the mask of sent layers"
 
 
 class Accepted(NamedTuple):
@@ -38,16 +40,13 @@ def accept(
     num_bytes = 0
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
-        fault = answer if isinstance(answer, Failure) else find_fault(answer, expected)
-        if fault in (None, NOT_FINITE):
+        checked = answer if isinstance(answer, Failure) else check_answer(answer, expected)
+        if isinstance(checked, Failure):
+            failures[row] = checked
+        else:
+            sound[row] = checked
+        if row in sound or checked == NOT_FINITE:
             num_bytes += int(payload_bytes(expected, algorithm.task.layers))
-        if fault is not None:
-            failures[row] = fault
-        elif isinstance(answer, Answer):
-            # In the server's order of names: sums over tensors must not depend on the order a client sends.
-            tensors = {name: answer.upload.tensors[name].detach() for name in expected.tensors}
-            extras = {name: answer.upload.extras[name].detach() for name in expected.extras}
-            sound[row] = answer._replace(upload=Payload(tensors, answer.upload.sent, extras=extras))
     if norm_bound is not None:
         starts = algorithm.starts(server, cohort, downloads)
         norms = {row: update_norm(answer.upload, take(starts, row)) for row, answer in sound.items()}
@@ -56,16 +55,15 @@ def accept(
             failures[row] = Failure("norm too large", f"{times:.3g} times the median of the round")
     rows, used = torch.tensor(list(sound), dtype=torch.int64), list(sound.values())
     downloads = downloads.rows(rows) if failures else downloads  # a copy only if needed: they may be large
-    uploads = Payload(
-        stack([answer.upload.tensors for answer in used]),
-        torch.stack([answer.upload.sent for answer in used]) if used else downloads.sent,
-        extras=stack([answer.upload.extras for answer in used]),
-    )
     metrics = torch.tensor([(answer.accuracy, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
     accepted = Accepted(
         cohort=cohort.only(rows),
         downloads=downloads,
-        uploads=uploads,
+        uploads=Payload(
+            stack([answer.upload.tensors for answer in used]),
+            torch.stack([answer.upload.sent for answer in used]) if used else downloads.sent,
+            extras=stack([answer.upload.extras for answer in used]),
+        ),
         training_loss=torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0),
         after_training=ClientMetrics(*metrics.T),
         num_bytes=num_bytes,
@@ -73,14 +71,16 @@ def accept(
     return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
 
 
-def find_fault(answer: object, expected: Payload) -> Failure | None:
-    """Return what is wrong with an answer, or None. It is untrusted: it may be anything at all."""
+def check_answer(answer: object, expected: Payload) -> Answer | Failure:
+    """Return the answer, or what is wrong with it. It is untrusted: it may be anything at all."""
     if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
         return Failure("not an upload", f"it is a {type(getattr(answer, 'upload', answer)).__name__}")
     tensors, sent, extras = answer.upload
-    mask = "the mask of sent layers"
-    parts = ((tensors, expected.tensors), (extras, expected.extras), ({mask: sent}, {mask: expected.sent}))
-    for found, wanted in parts:
+    for found, wanted in (
+        (tensors, expected.tensors),
+        (extras, expected.extras),
+        ({MASK: sent}, {MASK: expected.sent}),
+    ):
         if not isinstance(found, Mapping):
             return Failure("not an upload", f"its tensors are a {type(found).__name__}")
         if found.keys() != wanted.keys():
@@ -101,7 +101,13 @@ def find_fault(answer: object, expected: Payload) -> Failure | None:
         return Failure("not an upload", "its training loss is no number")
     if not isinstance(accuracy, float) or not isinstance(loss, float) or not 0 <= accuracy <= 1:
         return Failure("not an upload", f"its accuracy is {accuracy!r:.40}, its loss {loss!r:.40}")
-    return None if answer.finite and is_finite(tensors) and is_finite(extras) else NOT_FINITE
+    if not (answer.finite and is_finite(tensors) and is_finite(extras)):
+        return NOT_FINITE
+    # In the server's order of names: sums over tensors must not depend on the order a client sends.
+    tensors = {name: tensors[name].detach() for name in expected.tensors}
+    return answer._replace(
+        upload=Payload(tensors, sent, extras={name: extras[name].detach() for name in expected.extras})
+    )
 
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
@@ -118,12 +124,8 @@ def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
 
 def update_norm(upload: Payload, start: Params) -> float:
     """Return how far a client moved from its start; of tensors whose start is not known, their norm."""
-    squares = 0.0
-    for name, value in upload.tensors.items():
-        if value.is_floating_point():
-            moved = value.double() - start.get(name, 0)  # double: a difference of large numbers may not overflow
-            squares += float(moved.square().sum())
-    return math.sqrt(squares)
+    moving = {name: value.double() for name, value in upload.tensors.items() if value.is_floating_point()}
+    return math.sqrt(sum(float((value - start.get(name, 0)).square().sum()) for name, value in moving.items()))
 
 
 def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
@@ -131,10 +133,9 @@ def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
 
     The longest is removed first and the median computed again: the result does not depend on the outliers.
     """
-    left = sorted(norms, key=lambda row: (norms[row], row))
-    too_long: dict[int, float] = {}
+    left, too_long = sorted(norms, key=lambda row: (norms[row], row)), dict[int, float]()
     while len(left) > 1:
-        median = float(torch.tensor([norms[row] for row in left], dtype=torch.float64).quantile(0.5))
+        median = statistics.median(norms[row] for row in left)
         if not norms[left[-1]] > bound * median > 0:  # a median of zero measures nothing
             break
         row = left.pop()

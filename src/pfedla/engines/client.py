@@ -8,30 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfedla.core.contracts import (
-    Algorithm,
-    Answer,
-    ClientState,
-    Cohort,
-    LocalData,
-    LocalResult,
-    Params,
-    Payload,
-    generator,
-)
+from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, LocalData, LocalResult, Payload, generator
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import falsify, is_attacking, limit_epochs
-from pfedla.core.layers import is_finite
-from pfedla.core.settings import Faults, Recalibrate
+from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
+from pfedla.core.layers import Params, is_finite
+from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
 from pfedla.core.training import draw_crops, evaluate
 from pfedla.data.federation import Examples, Outline
 
 Test = tuple[float, float]  # accuracy, mean loss
 Outcome = tuple[ClientState, Answer]
-CPU = torch.device("cpu")
 RECALIBRATION_EXAMPLES = 2048
-NO_FAULTS = Faults()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +31,8 @@ class Client:
     algorithm: Algorithm  # its task in the form that is run, on the device
     state: ClientState  # private; never written into
     has_trained: bool = False
-    recalibrate: Recalibrate
     device: torch.device
+    recalibrate: Recalibrate
     faults: Faults
 
     def update(self, download: Payload, cohort: Cohort) -> Outcome:
@@ -57,16 +45,15 @@ class Client:
         return limit_epochs(self.faults, cohort, self.number, self.algorithm.training.local_epochs)
 
     def conclude(self, result: LocalResult, test: Test, download: Payload, cohort: Cohort) -> Outcome:
-        """Return the private state after training and the answer: an attacker's is falsified."""
-        kinds = ({n: (v.shape, v.dtype) for n, v in state.items()} for state in (self.state, result.client))
-        if next(kinds) != next(kinds):
+        """Return the private state after training and the answer, which an attacker falsifies."""
+        kinds = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in (self.state, result.client)]
+        if kinds[0] != kinds[1]:
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
-        finite = is_finite(result.model) and is_finite(result.client)
-        upload = result.upload.to(CPU)
+        finite, upload = is_finite(result.model) and is_finite(result.client), result.upload.to("cpu")
         if is_attacking(self.faults, cohort, self.number, len(self.outline)):
             index = self.algorithm.task.layers.index
             received = {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
-            start = {name: value.to(CPU) for name, value in {**self.state, **received}.items()}
+            start = {name: value.cpu() for name, value in {**self.state, **received}.items()}
             upload = falsify(self.faults, cohort, self.number, upload, start)
         return result.client, Answer(upload, result.loss.cpu(), accuracy=test[0], loss=test[1], finite=finite)
 
@@ -77,8 +64,7 @@ class Client:
 
     def personalize(self, download: Payload, cohort: Cohort) -> Params:
         """Return the personal model; estimate the statistics of a client that never trained."""
-        has_trained = torch.tensor(self.has_trained, device=self.device)
-        data = LocalData(x=torch.empty(0), y=torch.empty(0), order=torch.empty(0), has_trained=has_trained)
+        data = LocalData(has_trained=torch.tensor(self.has_trained, device=self.device))
         if self.algorithm.personalizes_on_data:
             data = self.local_data(cohort, download)
         model = self.algorithm.personalize(self.state, download, data)
@@ -91,19 +77,9 @@ class Client:
         with torch.no_grad():
             return self.algorithm.task.recalibrate(model, self._inputs(x))
 
-    def split(self, seed: int, share: float) -> tuple[Examples, Examples]:
-        """Return what a client trains on, and the share that it holds out, fixed by the seed."""
-        x, y = self.train
-        held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
-        if not held_out:
-            return self.train, Examples(x[:0], y[:0])
-        order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
-        kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
-        return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
-
     def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
-        examples, held_out = self.split(cohort.seed, self.algorithm.held_out_share(download))
+        examples, held_out = self._hold_out(cohort.seed, self.algorithm.held_out_share(download))
         training, count = self.algorithm.training, len(examples.y)
         # Two streams: with and without crops, the batches are the same.
         batches, moves = (generator(cohort.seed, what, cohort.round, self.number) for what in ("batches", "crops"))
@@ -119,6 +95,16 @@ class Client:
             has_trained=torch.tensor(self.has_trained, device=self.device),
         )
 
+    def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:
+        """Return what a client trains on, and the share that it holds out, fixed by the seed."""
+        x, y = self.train
+        held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
+        if not held_out:
+            return self.train, Examples(x[:0], y[:0])
+        order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
+        kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
+        return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
+
     def test_data(self) -> tuple[Tensor, Tensor]:
         return self._inputs(self.test.x), self.test.y.to(self.device)
 
@@ -130,32 +116,30 @@ def make_client(
     algorithm: Algorithm,
     outline: Outline,
     examples: tuple[Examples, Examples],
+    settings: EngineSettings,
     *,
     number: int = 0,
-    device: torch.device,
     recalibrate: Recalibrate,
     faults: Faults = NO_FAULTS,
-    stacks: bool = False,
-    compiles: bool = False,
 ) -> Client:
-    """Return a client with its task in the form that is fastest for it: one that `stacks` runs under vmap."""
-    train, test = examples
+    """Return a client whose task is in the form that the engine of the settings runs fastest."""
+    device = usable_device(settings.device)
     task: Task = algorithm.task.to(device)
-    example = outline.normalise(train.x[:1].to(device))[0]
-    if compiles:
+    example = outline.normalise(examples[0].x[:1].to(device))[0]
+    if settings.compile:
         task = CompiledTask(task.module, example, algorithm.training)
-    elif not stacks:
+    elif settings.name == "threaded":
         task = DirectTask(task.module, example)
     algorithm = algorithm.model_copy(update={"task": task})
     return Client(
         number=number,
-        train=train,
-        test=test,
+        train=examples[0],
+        test=examples[1],
         outline=outline,
         algorithm=algorithm,
         state=algorithm.init_client(),
-        recalibrate=recalibrate,
         device=device,
+        recalibrate=recalibrate,
         faults=faults,
     )
 

@@ -1,6 +1,6 @@
-"""Clients in this process: each on a thread of a pool with one intra-op thread, or stacked (vectorized.py).
+"""Clients in this process: each on a thread of a pool, or clients of equal size stacked (vectorized.py).
 
-Threads are bit-identical for any number of them.
+A thread uses one intra-op thread. The numbers do not depend on how many threads there are.
 """
 
 import os
@@ -16,21 +16,12 @@ from torch import Tensor, nn
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState, Cohort, Failure, Params, Payload
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.faults import choose_answering
+from pfedla.core.faults import NO_FAULTS, choose_answering
 from pfedla.core.layers import stack
 from pfedla.core.settings import AUTO, EngineSettings, Faults, Recalibrate
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Federation
-from pfedla.engines.client import (
-    NO_FAULTS,
-    Client,
-    Outcome,
-    Test,
-    keep_freed_memory,
-    make_client,
-    one_thread,
-    usable_device,
-)
+from pfedla.engines.client import Client, Outcome, Test, keep_freed_memory, make_client, one_thread
 from pfedla.engines.vectorized import evaluate_stacked, group_clients, update_stacked
 
 R = TypeVar("R")
@@ -71,28 +62,19 @@ class SimulatedEngine:
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         settings = resolve_engine(settings, algorithm.task.module)
-        self.stacks = settings.name == "vectorized"
+        self.stacks, self.faults = settings.name == "vectorized", faults
         self.threads = 1 if self.stacks else settings.threads or os.cpu_count() or 1
         self.stopping = stopping  # asked before each client trains; if true, Stopped is raised, no state changes
         examples = list(zip(federation.train, federation.test, strict=True))
-        first = make_client(
-            algorithm,
-            federation,
-            examples[0],
-            device=usable_device(settings.device),
-            recalibrate=recalibrate,
-            faults=faults,
-            stacks=self.stacks,
-            compiles=settings.compile,
-        )
-        self.algorithm, self.device, self.faults = first.algorithm, first.device, faults
+        first = make_client(algorithm, federation, examples[0], settings, recalibrate=recalibrate, faults=faults)
         self.clients = [replace(first, number=n, train=train, test=test) for n, (train, test) in enumerate(examples)]
+        self.algorithm, self.device = first.algorithm, first.device
         self._pending: dict[int, ClientState] = {}
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
         answers: dict[int, Answer | Failure] = dict.fromkeys(cohort.ids.tolist(), NO_ANSWER)
-        answering = choose_answering(self.faults, cohort).nonzero().squeeze(1)
-        if len(answering) < len(answers):
+        answering = choose_answering(self.faults, cohort)
+        if not answering.all():
             cohort, downloads = cohort.only(answering), downloads.rows(answering)
         downloads = downloads.to(self.device)
 
@@ -101,7 +83,7 @@ class SimulatedEngine:
                 raise Stopped
             if self.stacks:
                 return update_stacked(clients, downloads.rows(torch.tensor(rows)), cohort)
-            return [client.update(copy_row(downloads, row), cohort) for row, client in zip(rows, clients, strict=True)]
+            return [clients[0].update(copy_row(downloads, rows[0]), cohort)]
 
         epochs = [self.clients[client].limit_epochs(cohort) for client in cohort.ids.tolist()]
         self._pending = {}
@@ -118,38 +100,12 @@ class SimulatedEngine:
         def test_group(rows: list[int], clients: list[Client]) -> list[Test]:
             pairs = zip(rows, clients, strict=True)
             models = [client.personalize(copy_row(downloads, row), cohort) for row, client in pairs]
-            if self.stacks:
-                return evaluate_stacked(clients, stack(models))
-            return [client.evaluate(model) for client, model in zip(clients, models, strict=True)]
+            return evaluate_stacked(clients, stack(models)) if self.stacks else [clients[0].evaluate(models[0])]
 
         tests = self._map("evaluation raised", test_group, cohort, [0] * len(cohort.ids))
         failures = {client: test for client, test in tests.items() if isinstance(test, Failure)}
         metrics = [(torch.nan, torch.nan) if isinstance(test, Failure) else test for test in tests.values()]
         return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
-
-    def _map(
-        self, reason: str, function: Callable[[list[int], list[Client]], Sequence[R]], cohort: Cohort, epochs: list[int]
-    ) -> dict[int, R | Failure]:
-        """Apply `function` to groups of rows and their clients; a group that raises is run client by client."""
-        ids = cohort.ids.tolist()
-
-        def run(rows: list[int]) -> Sequence[R | Failure]:
-            found = attempt(reason, function, rows, [self.clients[ids[row]] for row in rows])
-            if isinstance(found, Failure):
-                return [found] if len(rows) == 1 else [run([row])[0] for row in rows]
-            return found
-
-        groups = [[row] for row in range(len(ids))]
-        if self.stacks and ids:
-            groups = group_clients([self.clients[client] for client in ids], epochs)
-        found: dict[int, R | Failure] = {}
-        for rows, outcomes in zip(groups, self._pool.map(run, groups), strict=True):
-            found.update(zip(rows, outcomes, strict=True))
-        return {client: found[row] for row, client in enumerate(ids)}
-
-    def commit(self, accepted: Tensor) -> None:
-        for client in accepted.tolist():
-            self.clients[client] = replace(self.clients[client], state=self._pending[client], has_trained=True)
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         downloads, models = downloads.to(self.device), []
@@ -157,6 +113,28 @@ class SimulatedEngine:
             model = attempt("", self.clients[client].personalize, copy_row(downloads, row), cohort)
             models.append({} if isinstance(model, Failure) else {name: value.cpu() for name, value in model.items()})
         return models
+
+    def _map(
+        self, reason: str, function: Callable[[list[int], list[Client]], Sequence[R]], cohort: Cohort, epochs: list[int]
+    ) -> dict[int, R | Failure]:
+        """Apply `function` to groups of rows and their clients; a group that raises is run client by client."""
+        clients = [self.clients[client] for client in cohort.ids.tolist()]
+
+        def run(rows: list[int]) -> Sequence[R | Failure]:
+            found = attempt(reason, function, rows, [clients[row] for row in rows])
+            if isinstance(found, Failure):
+                return [found] if len(rows) == 1 else [run([row])[0] for row in rows]
+            return found
+
+        groups = group_clients(clients, epochs) if self.stacks else [[row] for row in range(len(clients))]
+        found: dict[int, R | Failure] = {}
+        for rows, outcomes in zip(groups, self._pool.map(run, groups), strict=True):
+            found.update(zip(rows, outcomes, strict=True))
+        return {client.number: found[row] for row, client in enumerate(clients)}
+
+    def commit(self, accepted: Tensor) -> None:
+        for client in accepted.tolist():
+            self.clients[client] = replace(self.clients[client], state=self._pending[client], has_trained=True)
 
     def state(self) -> Params:
         """Return everybody's private state, stacked, and who has trained."""
@@ -190,8 +168,5 @@ def attempt(reason: str, function: Callable[..., R], *args: object) -> R | Failu
 
 
 def copy_row(payload: Payload, row: int) -> Payload:
-    """Return one client's payload in memory of its own, as a client on another machine has it.
-
-    Kernels may round by how a tensor is aligned, and a view would keep the whole cohort's tensors alive.
-    """
+    """Return one client's payload in memory of its own, as on another machine: kernels may round by alignment."""
     return payload.rows(row).map(torch.clone)

@@ -23,6 +23,8 @@ def group_clients(clients: list[Client], epochs: list[int]) -> list[list[int]]:
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for position, client in enumerate(clients):
         groups[len(client.train.y), len(client.test.y), epochs[position]].append(position)
+    if not clients:
+        return []
     task, batch_size = clients[0].algorithm.task, clients[0].algorithm.training.batch_size
     per_example = ACTIVATION_COPIES * count_activations(task, clients[0].test_data()[0][:1])
     per_model = MODEL_COPIES * sum(value.numel() for value in task.initial().values())

@@ -21,9 +21,10 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, write_text
+from pfedla.core.settings import EngineSettings
 from pfedla.core.tensor_files import read_tensors, write_tensors
 from pfedla.data.federation import digest_of
-from pfedla.engines.client import Client, keep_freed_memory, make_client, usable_device
+from pfedla.engines.client import Client, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.site_data import read_examples
@@ -50,15 +51,10 @@ class Site:
         self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
         kept = self.folder / "data.safetensors"
         examples = read_examples(self.path, experiment, self.federation, self.number, kept)
-        self.device = usable_device(str(node.get("device", experiment.engine.device)))
-        self.client = make_client(
-            self.built.algorithm,
-            self.federation,
-            examples,
-            number=self.number,
-            device=self.device,
-            recalibrate=experiment.recalibrate,
-        )
+        engine = EngineSettings(name="threaded", device=str(node.get("device", experiment.engine.device)))
+        how: dict[str, Any] = {"number": self.number, "recalibrate": experiment.recalibrate}
+        self.client = make_client(self.built.algorithm, self.federation, examples, engine, **how)
+        self.device = self.client.device
         self._check_unchanged(digest_of(*examples))
 
     def _check_unchanged(self, digest: str) -> None:

@@ -22,10 +22,11 @@ from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_text, write_whole
 from pfedla.core.layers import copies
 from pfedla.core.rounds import Traffic, summarise
+from pfedla.core.settings import EngineSettings
 from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
-from pfedla.engines.client import make_client, one_thread, usable_device
+from pfedla.engines.client import make_client, one_thread
 from pfedla.engines.simulated import TRAINED, attempt
 from pfedla.runs.build import build_around
 from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
@@ -74,17 +75,11 @@ class _UnseenClient:
             for group, part in admitted.items()
         }
         self.server = self._restore(admitted)
-        device = usable_device(experiment.engine.device)
-        client = make_client(
-            method,
-            federation,
-            (federation.train[0], federation.test[0]),
-            number=number,
-            device=device,
-            recalibrate=experiment.recalibrate,
-        )
+        examples = (federation.train[0], federation.test[0])
+        engine = EngineSettings(name="threaded", device=experiment.engine.device)
+        client = make_client(method, federation, examples, engine, number=number, recalibrate=experiment.recalibrate)
         state = client.algorithm.init_unseen(self.server, client.state)
-        self.client = replace(client, state={name: value.to(device) for name, value in state.items()})
+        self.client = replace(client, state={name: value.to(client.device) for name, value in state.items()})
 
     def run(self, rounds: range) -> Joined:
         """Run these rounds, or none where there is nothing to learn."""
