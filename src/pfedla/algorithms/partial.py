@@ -8,7 +8,7 @@ from torch import nn
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Layers, Params, append_mean_row, copies, put_, repeat, weighted_mean
+from pfedla.core.layers import Layers, Params, append_mean_row, put_, repeat, stack, weighted_mean
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import keep_and_send, sgd
 
@@ -81,7 +81,7 @@ class KeptModels(PartialFedAvg):
     """Abstract: the server keeps everyone's last trained parameters, stacked."""
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {"models": copies(self.share(self.task.initial()), num_clients)}
+        return {"models": stack([self.share(self.task.initial())] * num_clients)}
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         return {**server, "models": append_mean_row(server["models"])}

@@ -1,9 +1,7 @@
 """READ FIRST: the values that travel, what an algorithm is, what an engine is.
 
-A round of any algorithm is the same few lines (rounds.py). An algorithm is server functions on stacked values (the
-same names, one leading client axis) and client functions written for *one* client. An engine is where the clients
-live. State goes in and comes out; nothing is hidden in `self`, so evaluation cannot change anything, and saving two
-values (server, clients) is a checkpoint.
+A round of any algorithm is the same few lines (rounds.py). State goes in and comes out; nothing is hidden in `self`, so
+evaluation cannot change anything, and saving two values (server, clients) is a checkpoint.
 """
 
 import hashlib

@@ -20,12 +20,7 @@ Params = dict[str, Tensor]  # by name; "stacked": the same names, one leading cl
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layer each tensor of a model belongs to.
-
-    >>> layers = Layers.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-    >>> layers.names, layers.num_parameters
-    (('0', '2'), (15, 8))
-    """
+    """Which layer each tensor of a model belongs to."""
 
     names: tuple[str, ...]
     index: Mapping[str, int]  # name of a trained tensor or statistic -> position in `names`
@@ -141,11 +136,6 @@ def repeat(tree: Params, count: int) -> Params:
     return {name: value.expand(count, *value.shape) for name, value in tree.items()}
 
 
-def copies(tree: Params, count: int) -> Params:
-    """Return `count` equal rows, each in memory of its own."""
-    return {name: value.clone() for name, value in repeat(tree, count).items()}
-
-
 def append_mean_row(stacked: Params) -> Params:
     """Return a copy with one more row: the plain mean of the others."""
     return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
@@ -162,8 +152,7 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     """Average over the client axis by `weights` of any sum; of integers (counters) take the largest."""
 
     def average(value: Tensor) -> Tensor:
-        mean = (weights / weights.sum()).to(value.dtype) @ rows_of(value)
-        return mean.view(value.shape[1:])
+        return ((weights / weights.sum()).to(value.dtype) @ rows_of(value)).view(value.shape[1:])
 
     return {name: average(v) if v.is_floating_point() else v.amax(0) for name, v in stacked.items()}
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from pfedla.core.contracts import derive_seed, generator
 from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
-from pfedla.core.training import normalise
 from pfedla.data import datasets
 from pfedla.data.dataset import Array, Dataset, dataset_of
 from pfedla.data.partition import leaked_share, split_dataset
@@ -53,8 +52,11 @@ class Outline:
             raise PfedlaError(f"augment crops and flips images, but the examples have shape {self.shape}; leave it out")
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Scale uint8 images channel by channel to float32; other numbers are used as they are."""
-        return normalise(x, self.mean, self.std)
+        """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
+        if not self.mean:
+            return x.float() if x.is_floating_point() else x
+        centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (x.float() - centre) / scale
 
     def fingerprint_of(self, digests: Iterable[str]) -> str:
         """Return the SHA-256 of all clients' digests and of how their examples are normalised."""

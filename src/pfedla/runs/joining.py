@@ -20,7 +20,7 @@ from pfedla.algorithms.local import Local
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, Payload, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_text, write_whole
-from pfedla.core.layers import copies
+from pfedla.core.layers import stack
 from pfedla.core.rounds import Traffic, summarise
 from pfedla.core.settings import EngineSettings
 from pfedla.core.tensor_files import write_tensors
@@ -277,7 +277,7 @@ def join_run(
 def _load_last(checkpoints: Checkpoints, method: Algorithm, num_clients: int, seed: int) -> RunState:
     """Return the state that a run ended with, from its newest checkpoint."""
     fresh = fresh_state(method, num_clients, seed)
-    clients = copies(method.init_client(), num_clients)
+    clients = stack([method.init_client()] * num_clients)
     clients[TRAINED] = torch.zeros(num_clients, dtype=torch.bool)
     found = checkpoints.load_newest(fresh, clients)
     if found is None:
