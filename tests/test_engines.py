@@ -16,7 +16,7 @@ from pfedla.core.models import MODELS, SmallCNN
 from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Examples, Federation
-from pfedla.engines import simulated, vectorized
+from pfedla.engines import simulated
 from pfedla.engines.client import Client
 from pfedla.engines.simulated import SimulatedEngine, resolve_engine
 
@@ -108,21 +108,22 @@ def test_vectorized_clients_are_stacked_within_the_memory_bound(monkeypatch: pyt
     torch.manual_seed(0)
     module, federation = SmallCNN((1, 8, 8), 3), federation_of_images((1, 8, 8), [16] * 5 + [24] * 2)
     groups: list[int] = []
+    update = simulated.update_stacked
 
     def spy(clients: list[Client], *rest: Any) -> Any:
         groups.append(len(clients))
-        return vectorized.update_stacked(clients, *rest)
+        return update(clients, *rest)
 
     monkeypatch.setattr(simulated, "update_stacked", spy)
     together = train(module, federation, name="vectorized")
     assert groups == [5, 2]
     groups.clear()
-    monkeypatch.setattr(vectorized, "MEMORY_BOUND", 2**20)
+    monkeypatch.setattr(simulated, "MEMORY_BOUND", 2**20)
     apart = train(module, federation, name="vectorized")
     assert max(groups) < 5 <= sum(groups) == 7
     for left, right in zip(together, apart, strict=True):
         torch.testing.assert_close(left.upload.tensors, right.upload.tensors, rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr(vectorized, "MEMORY_BOUND", 1)  # even the smallest bound trains one at a time
+    monkeypatch.setattr(simulated, "MEMORY_BOUND", 1)  # even the smallest bound trains one at a time
     groups.clear()
     train(module, federation, name="vectorized")
     assert groups == [1] * 7

@@ -25,10 +25,9 @@ import pfedla as package
 from pfedla.algorithms import create
 from pfedla.core import errors
 from pfedla.core.errors import PfedlaError, shown
-from pfedla.core.files import read_json, safe_name
+from pfedla.core.files import read_json, read_tensors, safe_name
 from pfedla.core.models import MODELS, build_model
 from pfedla.core.tasks import task_of
-from pfedla.core.tensor_files import read_tensors
 from pfedla.data import formats
 from pfedla.data.federation import federation_of
 from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair

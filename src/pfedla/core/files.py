@@ -11,10 +11,12 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from pfedla.core.errors import PfedlaError, shown
 
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+Tensors = dict[str, Any]  # of torch
 LARGEST_JSON = 64 * 2**20  # bytes
 
 
@@ -97,3 +99,33 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tensors:
+    """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
+    check_size(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(expected.keys() ^ set(file.keys())):
+                what = "is missing" if name in expected else "does not belong there"
+                raise PfedlaError(f"{path}: tensor {name!r:.100} {what}")
+            for name, wanted in expected.items():
+                if (shape := file.get_slice(name).get_shape()) != list(wanted.shape):
+                    raise PfedlaError(f"{path}: {name} is of shape {shape}, not {list(wanted.shape)}")
+            tensors = {name: file.get_tensor(name) for name in expected}
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot make a tensor of the bytes
+        raise PfedlaError(f"{path}: cannot be read ({error})") from None
+    for name, value in tensors.items():
+        if value.dtype != expected[name].dtype:
+            raise PfedlaError(f"{path}: {name} is {value.dtype}, not {expected[name].dtype}")
+        if finite and value.is_floating_point() and not value.isfinite().all():
+            raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
+    return tensors
+
+
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors.torch import save_file  # imports torch
+
+    copies = {name: value.contiguous().clone() for name, value in tensors.items()}
+    write_whole(path, lambda part: save_file(copies, part))

@@ -1,10 +1,12 @@
-"""Clients in this process: each on a thread of a pool, or clients of equal size stacked (vectorized.py).
+"""Clients in this process: each on a thread of a pool, bit-identical for any number of threads, or stacked.
 
-A thread uses one intra-op thread. The numbers do not depend on how many threads there are.
+Clients of equal size are stacked in one tensor (torch.func.vmap): for GPUs and small networks.
 """
 
+import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,21 +15,26 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
-from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState, Cohort, Failure, Params, Payload
+from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState, Cohort, Failure, LocalData, Payload
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.faults import NO_FAULTS, choose_answering
-from pfedla.core.layers import stack
+from pfedla.core.layers import Params, stack, take
 from pfedla.core.settings import AUTO, EngineSettings, Faults, Recalibrate
+from pfedla.core.tasks import Task, copy_module
+from pfedla.core.training import EVALUATION_BATCH, evaluate
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Federation
 from pfedla.engines.client import Client, Outcome, Test, keep_freed_memory, make_client, one_thread
-from pfedla.engines.vectorized import evaluate_stacked, group_clients, update_stacked
 
 R = TypeVar("R")
 TRAINED = "__trained__"
 # On a CPU stacking wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
+MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, by an estimate
+MODEL_COPIES = 6  # parameters before and after, gradients, states, uploads
+ACTIVATION_COPIES = 4  # every module's output, what follows it without being a module, the gradients of both
 
 
 def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
@@ -170,3 +177,61 @@ def attempt(reason: str, function: Callable[..., R], *args: object) -> R | Failu
 def copy_row(payload: Payload, row: int) -> Payload:
     """Return one client's payload in memory of its own, as on another machine: kernels may round by alignment."""
     return payload.rows(row).map(torch.clone)
+
+
+def group_clients(clients: list[Client], epochs: list[int]) -> list[list[int]]:
+    """Return the positions of the clients that stack: equal sizes and epochs, as many as fit in memory."""
+    groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for position, client in enumerate(clients):
+        groups[len(client.train.y), len(client.test.y), epochs[position]].append(position)
+    if not clients:
+        return []
+    task, batch_size = clients[0].algorithm.task, clients[0].algorithm.training.batch_size
+    per_example = ACTIVATION_COPIES * count_activations(task, clients[0].test_data()[0][:1])
+    per_model = MODEL_COPIES * sum(value.numel() for value in task.initial().values())
+    parts: list[list[int]] = []
+    for (train, test, _), positions in groups.items():
+        # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
+        batch = max(min(batch_size, train), min(EVALUATION_BATCH, test))
+        data = (2 * train + test) * math.prod(clients[0].outline.shape)
+        fit = max(1, MEMORY_BOUND // (4 * (data + per_model + batch * per_example)))
+        parts += [part.tolist() for part in torch.tensor(positions).tensor_split(-(-len(positions) // fit))]
+    return parts
+
+
+def count_activations(task: Task, x: Tensor) -> int:
+    """Return how many numbers the parts of a model put out."""
+    module, outputs = copy_module(task.module).eval(), list[object]()
+    for part in module.modules():
+        if not list(part.children()):
+            part.register_forward_hook(lambda part, given, output: outputs.append(output))
+    with torch.no_grad():
+        module(x)
+    return sum(output.numel() for output in outputs if isinstance(output, Tensor))
+
+
+def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) -> list[Outcome]:
+    """Train clients of equal size and epochs at once."""
+    data = [
+        client.local_data(cohort, downloads.rows(row), client.limit_epochs(cohort))
+        for row, client in enumerate(clients)
+    ]
+    stacked = LocalData(*map(torch.stack, zip(*data, strict=True)))
+    states = stack([client.state for client in clients])
+    results = vmap(clients[0].algorithm.local_update)(states, downloads, stacked)
+    outcomes = []
+    for row, (client, test) in enumerate(zip(clients, evaluate_stacked(clients, results.model), strict=True)):
+        # A clone: the client's state outlives the round, a view would keep the whole cohort's alive.
+        state = {name: value[row].clone() for name, value in results.client.items()}
+        model, upload, loss = take(results.model, row), results.upload.rows(row), results.loss[row]
+        result = results._replace(client=state, upload=upload, model=model, loss=loss)
+        outcomes.append(client.conclude(result, test, downloads.rows(row), cohort))
+    return outcomes
+
+
+def evaluate_stacked(clients: list[Client], models: Params) -> list[Test]:
+    """Test clients of equal size at once."""
+    x, y = map(torch.stack, zip(*(client.test_data() for client in clients), strict=True))
+    with torch.no_grad():
+        correct, loss = vmap(lambda *one: evaluate(clients[0].algorithm.task, *one))(models, x, y)
+    return list(zip((correct.double() / y.shape[1]).tolist(), loss.tolist(), strict=True))

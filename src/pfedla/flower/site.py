@@ -20,9 +20,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_object, write_text
+from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
 from pfedla.core.settings import EngineSettings
-from pfedla.core.tensor_files import read_tensors, write_tensors
 from pfedla.data.federation import digest_of
 from pfedla.engines.client import Client, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer

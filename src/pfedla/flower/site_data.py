@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.tensor_files import write_tensors
+from pfedla.core.files import write_tensors
 from pfedla.data.federation import Examples, Outline, build_federation, federation_of_one
 from pfedla.data.formats import load_arrays
 from pfedla.runs.experiment import SITES, Experiment

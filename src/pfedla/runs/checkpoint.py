@@ -21,10 +21,9 @@ from torch import Tensor
 
 from pfedla.core.contracts import Params, ServerState
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_json, sha256, write_text, write_whole
+from pfedla.core.files import read_json, read_tensors, sha256, write_text, write_whole
 from pfedla.core.rounds import Round, Traffic, finite_mean, summarise
 from pfedla.core.settings import CheckpointSettings
-from pfedla.core.tensor_files import read_tensors
 from pfedla.runs.experiment import Experiment, upgrade
 
 FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity

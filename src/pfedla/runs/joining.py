@@ -19,11 +19,10 @@ from pfedla.algorithms import check_joining
 from pfedla.algorithms.local import Local
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, Payload, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.files import safe_name, write_text, write_whole
+from pfedla.core.files import safe_name, write_tensors, write_text, write_whole
 from pfedla.core.layers import stack
 from pfedla.core.rounds import Traffic, summarise
 from pfedla.core.settings import EngineSettings
-from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.client import make_client, one_thread

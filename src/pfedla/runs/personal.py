@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pfedla.core.errors import PfedlaError, unknown
-from pfedla.core.files import read_json, read_object, write_text
+from pfedla.core.files import read_json, read_object, read_tensors, write_text
 from pfedla.core.layers import Params
 from pfedla.core.models import build_model, outline
 from pfedla.core.settings import AUTO
 from pfedla.core.tasks import load_tensors, task_of
-from pfedla.core.tensor_files import read_tensors
 from pfedla.core.training import evaluate
 from pfedla.data.federation import Examples, Federation, build_federation, digest_of, federation_of_one
 from pfedla.data.formats import load_arrays

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from pfedla.core.contracts import Algorithm, Params
 from pfedla.core.errors import PfedlaError
+from pfedla.core.files import write_tensors
 from pfedla.core.rounds import Traffic, finite_mean, summarise
 from pfedla.core.tasks import load_tensors
-from pfedla.core.tensor_files import write_tensors
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
