@@ -1,7 +1,5 @@
 """Random crop and flip: the gather equals a plain loop, is drawn from the seed, and is the same on both engines."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -10,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from pfedla import simulate
+from pfedla import PfedlaError, simulate
 from pfedla.algorithms import create
 from pfedla.core.contracts import Algorithm, generator
-from pfedla.core.errors import PfedlaError
 from pfedla.core.models import SmallCNN
 from pfedla.core.rounds import everyone
 from pfedla.core.tasks import task_of
@@ -81,9 +78,5 @@ def test_it_leaves_the_batches_alone() -> None:
     assert (plain.crops.numel(), cropped.crops.shape) == (0, (*cropped.order.shape, 3))
     losses = [play(algorithm(augment), photos(), rounds=range(1, 2))[0][0].training_loss for augment in (False, True)]
     assert not torch.equal(*losses)
-
-
-def test_vectors_cannot_be_cropped() -> None:
-    settings: dict[str, Any] = {"rounds": 1, "augment": True}
-    with pytest.raises(PfedlaError, match="augment"):
-        simulate(toy_federation(), TinyNet(), "fedavg", **settings)
+    with pytest.raises(PfedlaError, match="augment"):  # vectors cannot be cropped
+        simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, augment=True)

@@ -13,15 +13,6 @@ from pfedla.core.models import MLP, PaperCNN, SmallCNN, build_model, model_for
 from pfedla.core.rounds import MIB, plan_traffic
 
 
-def test_the_papers_cnn_has_the_papers_sizes() -> None:
-    plain, normed = Layers.of(PaperCNN((1, 28, 28), 10, False)), Layers.of(PaperCNN((3, 32, 32), 10, True))
-    assert plain.names == ("conv1", "conv2", "fc1", "fc2", "fc3")
-    assert plain.num_parameters == (416, 12_832, 61_560, 10_164, 850)
-    assert normed.names == ("conv1", "bn1", "conv2", "bn2", "fc1", "fc2", "fc3")
-    assert normed.num_parameters == (1_216, 32, 12_832, 64, 96_120, 10_164, 850)
-    assert (sum(plain.num_parameters), sum(normed.num_parameters)) == (85_822, 121_278)
-
-
 @pytest.mark.parametrize(
     ("shape", "name", "kind"),
     [

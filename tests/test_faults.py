@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_federation
-from pydantic import ValidationError
 
 from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
@@ -150,13 +149,6 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> Non
 def test_faults_that_do_not_fit_are_refused(section: dict[str, Any]) -> None:
     with pytest.raises(PfedlaError, match=f"faults.{next(reversed(section))}"):
         simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, local_epochs=1, faults=section)
-
-
-def test_faults_out_of_range_are_refused() -> None:
-    values = {"attack": "bogus", "dropout": 1.0, "attackers": 7.0, "stragglers": float("nan"), "attack_rate": 2.0}
-    for name, value in values.items():
-        with pytest.raises(ValidationError, match=name):
-            Faults(**{name: value})
 
 
 def test_an_experiment_file_with_faults(pfedla: Any, tmp_path: Path) -> None:

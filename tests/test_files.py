@@ -3,7 +3,6 @@
 import gzip
 import json
 import pickle
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from official import NUM, cifar_files, idx, idx_files, official_files, write
 
 from pfedla.core.errors import PfedlaError
 from pfedla.data.datasets import KNOWN, load, state_of
-from pfedla.data.formats import read_idx
 
 WITH_FILES = [name for name, entry in KNOWN.items() if entry.source and name != "emnist"]
 
@@ -29,12 +27,6 @@ def put(name: str, files: dict[str, bytes]) -> Path:
     folder = KNOWN[name].source.home
     write(folder, files)
     return folder
-
-
-def test_digits_are_embedded() -> None:
-    digits = load("digits")
-    assert (digits.x.shape, digits.x.dtype) == ((1797, 1, 8, 8), np.uint8)
-    assert (*digits.mean, *digits.std) == pytest.approx((digits.x.mean(), digits.x.std()), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_FILES if not name.startswith("cifar")])
@@ -91,16 +83,6 @@ def test_a_set_that_is_not_here_says_what_is_lacking_and_how_to_get_it(name: str
         load(name)
 
 
-def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
-    good, huge = idx(np.zeros((4, 2), np.uint8)), struct.pack(">HBB4I", 0, 8, 4, *[2**31] * 4)
-    kinds = (b"\x00\x01\x08\x01" + bytes(8), b"\x00\x00\x0d\x01" + bytes(8), b"\x00\x00\x08\x03\x00")
-    for content in (good[:-1], good + b"x", *kinds, b"", huge, pickle.dumps([1, 2, 3])):
-        for name, written in (("file-idx", content), ("file-idx.gz", gzip.compress(content)[:-1])):
-            (tmp_path / name).write_bytes(written)
-            with pytest.raises(PfedlaError, match=name):
-                read_idx(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("name", "position", "array"),
     [
@@ -150,17 +132,3 @@ def test_the_real_files(real, name: str, each: int, training: int) -> None:
     planes = dataset.x[:training].swapaxes(0, 1)  # the documented constants, in units of 255
     assert dataset.mean == pytest.approx([plane.mean() for plane in planes], abs=0.02)
     assert dataset.std == pytest.approx([plane.std() for plane in planes], abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("split", "count", "classes", "upright"),
-    [("digits", 10_000, 10, "1"), ("letters", 9_600, 12, "I"), ("byclass", 9_896, 62, "1")],
-)
-def test_the_real_subsets_of_emnist(real, split: str, count: int, classes: int, upright: str) -> None:
-    real(f"emnist-{split}")
-    dataset = load(f"emnist-{split}")
-    if not dataset.subset:
-        pytest.skip("the complete EMNIST is here in place of the subset")
-    assert (len(dataset.y), len(dataset.classes)) == (count, classes)
-    ink = dataset.x[dataset.y == dataset.classes.index(upright), 0].mean(0) > 60
-    assert ink.any(1).sum() > ink.any(0).sum()  # taller than wide

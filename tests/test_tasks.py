@@ -13,7 +13,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, mix
 from pfedla.core.models import PaperCNN, SmallCNN
 from pfedla.core.rounds import everyone
-from pfedla.core.tasks import CompiledTask, DirectTask, channels_last, copy_module, task_of
+from pfedla.core.tasks import CompiledTask, DirectTask, copy_module, task_of
 from pfedla.data.federation import Examples, Federation
 
 IMAGE = (1, 4, 4)
@@ -102,18 +102,6 @@ def test_direct_gradients_are_the_functional_ones(kind: str, some: bool) -> None
     stepped = direct.step(parameters, statistics, x, y, 0.1)[0]
     torch.testing.assert_close(stepped, task.step(parameters, statistics, x, y, 0.1)[0], rtol=1e-4, atol=1e-6)
     assert all(bool(value.any()) for value in found.values())
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_channels_last_keeps_the_numbers_and_reaches_the_convolutions(channels: int) -> None:
-    images = torch.randn(5, channels, 6, 7)
-    laid_out = channels_last(images)
-    assert torch.equal(images, laid_out)
-    assert channels_last(laid_out) is laid_out
-    order = torch.tensor([3, 1, 0])
-    assert laid_out[order][:2].stride(1) == 1  # a batch of a drawn order stays so
-    # The feature maps come out channels last, also those of a single channel, which torch cannot tell apart.
-    assert F.conv2d(laid_out[order], torch.randn(8, channels, 3, 3)).stride(1) == 1
 
 
 def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
@@ -226,12 +214,6 @@ def test_scalar_half_and_integer_tensors_train(name: str, kind: str) -> None:
         assert losses[-1] < losses[0]
         ends.append(flat(played[-1].server))
     assert_same(*ends, 0.05 if kind == "half" else 1e-4)
-
-
-def test_a_model_whose_dtype_does_not_fit_is_refused() -> None:
-    task = task_of(nn.Linear(4, 3).bfloat16())
-    with pytest.raises(PfedlaError, match="float32"):
-        task.check(torch.zeros(2, 4), 3)
 
 
 def test_integers_cannot_be_mixed() -> None:
