@@ -58,7 +58,6 @@ class SendsTheHead(FedAvg):
 
 @pytest.mark.parametrize("engine", ["threaded", "vectorized"])
 def test_an_upload_costs_what_it_sends(engine: str) -> None:
-    """Uploads used to be counted whole, whatever their mask said."""
     algorithm = make("fedavg")
     partial = SendsTheHead(task=algorithm.task, training=algorithm.training)
     played, _ = play(partial, toy_federation(), rounds=range(1, 2), engine=engine)

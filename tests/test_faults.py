@@ -11,7 +11,7 @@ from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_fed
 from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import choose_answering, choose_attackers, falsify, happens, limit_epochs
+from pfedla.core.faults import choose_answering, choose_attackers, falsify, is_attacking, limit_epochs
 from pfedla.core.rounds import everyone
 from pfedla.core.settings import Faults
 from pfedla.data.federation import Examples, Federation
@@ -28,17 +28,15 @@ def test_shares_are_what_they_say_and_come_from_the_seed() -> None:
     away = torch.stack([~choose_answering(faults, cohort(round)) for round in range(1, 21)]).float()
     assert away.mean().item() == pytest.approx(0.3, abs=0.03)
     assert (away.mean(0) > 0).all()  # everybody stays away now and then
-    budgets = [[limit_epochs(faults, cohort(round), client, 5) for client in range(200)] for round in range(1, 6)]
-    epochs = torch.tensor(budgets)
+    epochs = torch.tensor([limit_epochs(faults, cohort(round), c, 5) for round in range(1, 6) for c in range(200)])
     assert (epochs < 5).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert set(epochs.unique().tolist()) == {1, 2, 3, 4, 5}
     attackers = choose_attackers(faults, 200, seed=0)
     assert len(attackers.unique()) == 50
     assert not torch.equal(attackers, choose_attackers(faults, 200, seed=1))
-    rate = [
-        happens(faults.attack_rate, cohort(round), "attack", client) for round in range(1, 6) for client in range(200)
-    ]
-    assert sum(rate) / len(rate) == pytest.approx(0.1, abs=0.03)
+    ids = attackers.tolist()
+    attacks = [is_attacking(faults, cohort(round), client, 200) for round in range(1, 21) for client in ids]
+    assert sum(attacks) / len(attacks) == pytest.approx(0.1, abs=0.03)
     assert not torch.equal(choose_answering(faults, cohort(3)), choose_answering(faults, cohort(3, seed=1)))
     some = cohort().only(torch.tensor([3, 70, 199]))  # a client's draw does not depend on who else is there
     assert torch.equal(choose_answering(faults, some), choose_answering(faults, cohort())[[3, 70, 199]])

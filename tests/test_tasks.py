@@ -174,7 +174,6 @@ def test_a_model_that_cannot_be_compiled_is_refused() -> None:
 
 @pytest.mark.parametrize("engine", ["threaded", "vectorized"])
 def test_frozen_tensors_are_never_sent_kept_or_copied(engine: str) -> None:
-    """A frozen backbone used to be treated as BatchNorm's statistics: sent, and saved for every client."""
     torch.manual_seed(0)
     module = freeze(FEATURES)
     backbone = module.backbone.weight.detach().clone()
@@ -217,7 +216,6 @@ def test_scalar_half_and_integer_tensors_train(name: str, kind: str) -> None:
 
 
 def test_integers_cannot_be_mixed() -> None:
-    """They used to become zeros: alpha was cast to whole numbers."""
     layers = Layers.of(nn.Linear(1, 1))
     with pytest.raises(PfedlaError, match="weight"):
         mix(torch.full((1, 1, 2), 0.5), {"weight": torch.ones(2, 1, 1, dtype=torch.int64)}, layers)

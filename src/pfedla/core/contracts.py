@@ -130,10 +130,7 @@ class Algorithm(Section, ABC):
 
     @abstractmethod
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        """Return the next server state from the clients that answered; `downloads` is what they were sent.
-
-        May write into the tensors of `server`, after everything that can fail: copy what you keep.
-        """
+        """Return the next server state; may write into the tensors of `server`, after everything that can fail."""
 
     @abstractmethod
     def init_client(self) -> ClientState:

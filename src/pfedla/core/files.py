@@ -21,10 +21,7 @@ LARGEST_JSON = 64 * 2**20  # bytes
 
 
 def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
-    """Read an array in numpy's format from `size` bytes; raise ValueError if it claims more than there is.
-
-    numpy would allocate what the header claims before it reads anything.
-    """
+    """Read an array of `size` bytes; raise ValueError if it claims more: numpy would allocate that before reading."""
     try:
         shape, _, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
     except Exception as error:  # numpy parses the header as Python: a damaged one may raise anything

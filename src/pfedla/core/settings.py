@@ -1,8 +1,7 @@
 """The base of every settings section, the kinds of numbers, and the sections that the core reads.
 
-A setting is declared once, in its section, with its type, bounds, default and description (the docstring below the
-field). The experiment file, `simulate`, the command line, a deployment and docs/experiment-file.md are made from it.
-This module does not import torch.
+A setting is declared once, with its type, bounds, default and description (the docstring below the field). The file,
+`simulate`, the command line, a deployment and docs/experiment-file.md are made from it. Imports no torch.
 """
 
 from dataclasses import dataclass

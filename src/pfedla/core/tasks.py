@@ -156,8 +156,7 @@ class DirectTask(Task):
 class CompiledTask(DirectTask):
     """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled.
 
-    It is traced and compiled here, without torch.compile's guards at every call: they cost a twentieth of a small
-    network's step, and several threads in them at once compiled again. torch keeps compiled code on disk.
+    Not by torch.compile: its guards cost a twentieth of a small network's step, and threads in them compiled again.
     """
 
     def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:

@@ -1,7 +1,4 @@
-"""Clients in this process: each on a thread of a pool, bit-identical for any number of threads, or stacked.
-
-Clients of equal size are stacked in one tensor (torch.func.vmap): for GPUs and small networks.
-"""
+"""Clients in this process: each on a thread (bit-identical for any number of them), or equal sizes stacked (vmap)."""
 
 import math
 import os
