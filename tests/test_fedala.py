@@ -23,7 +23,7 @@ def test_one_weight_step_by_hand() -> None:
     client |= add_prefix(WEIGHT, {"weight": ones, "bias": torch.tensor([0.5, 1.0])})
     download = Payload({"weight": zero, "bias": torch.tensor([0.0, 1.5])}, torch.ones(1).bool())
     data = LocalData(torch.zeros(2, 1), torch.zeros(2).long(), torch.tensor([[0, 1]]), has_trained=TRUE)
-    weights = algorithm._fit(client, download, data)
+    weights = strip_prefix(WEIGHT, algorithm._fit(client, download, data))
     p1 = 1 / (1 + torch.exp(torch.tensor(1.0 - 1.5)))  # at the mix (1, 1.5)
     expected = torch.stack([0.5 - 0.5 * (-p1 * (0.0 - 2.0)), 1.0 - 0.5 * (p1 * 0.5)]).clamp(0, 1)
     torch.testing.assert_close(weights["bias"], expected)
