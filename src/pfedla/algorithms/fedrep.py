@@ -28,13 +28,11 @@ class FedRep(PrivateByName):
         return self.training.local_epochs // 2 if self.head_epochs == "auto" else self.head_epochs
 
     def train(self, start: Params, received: Params, data: LocalData) -> Trained:
-        epochs, count = range(self.training.local_epochs), self._count_head_epochs()
-        head = start.keys() - received
+        count = self._count_head_epochs()
+        first, rest, head = range(count), range(count, self.training.local_epochs), start.keys() - received
         # With the body frozen its statistics are frozen too: they must not move while the head is fitted.
-        model, head_loss = sgd(
-            self.task, start, data, self.training, epochs=epochs[:count], only=head, keep_statistics=True
-        )
-        model, body_loss = sgd(self.task, model, data, self.training, epochs=epochs[count:], only=received)
+        model, head_loss = sgd(self.task, start, data, self.training, epochs=first, only=head, keep_statistics=True)
+        model, body_loss = sgd(self.task, model, data, self.training, epochs=rest, only=received)
         trained = len(data.order)  # a straggler may not get to the body's epochs
         head_trained = min(count, trained)
         return model, (head_trained * head_loss + (trained - head_trained) * body_loss) / trained

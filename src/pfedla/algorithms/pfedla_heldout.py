@@ -69,11 +69,7 @@ class PFedLAHeldOut(LearnedMix):
         return expected._replace(extras=extras)
 
     def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
-        """Return minus the inner products of the held-out gradients and the models, sketched, normalised per client.
-
-        The result is about the cosine of minus the gradient and the way to each sender, times the number of senders (the
-        slope of a uniform softmax is one over it), so that one learning rate serves every data set.
-        """
+        """Return minus the inner products of the held-out gradients and the models, sketched, normalised per client."""
         if HASH not in downloads.extras:
             return None
         layers, models, count = self.task.layers, server["models"], num_clients(server)
@@ -96,6 +92,8 @@ class PFedLAHeldOut(LearnedMix):
         norm, distance, size = torch.where(downloads.sent, torch.stack(squares, -1), 0.0).sum(-1)
         # Models that differ by rounding alone, as all do before any has trained, carry no information.
         informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)
+        # About the cosine of minus the gradient and the way to each sender, times the number of senders (the slope of a
+        # uniform softmax is one over it), so that one learning rate serves every data set.
         scale = torch.where(informative, count / (norm.sqrt() * distance.sqrt()), 0.0)
         return vmap(torch.mul)(torch.stack(products, 1), scale)
 
