@@ -27,11 +27,10 @@ class PartialFedAvg(Algorithm):
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
 
     def private_layers(self) -> list[int]:
-        """Return the positions of the layers that stay on the client."""
         return []
 
     def check(self, num_clients: int) -> None:
-        self.private_layers()  # raises if it cannot be told
+        self.private_layers()  # raises if the model does not have them
         check_pull("penalty", self.pull(), self.training.learning_rate)
 
     def share(self, tensors: Params) -> Params:
