@@ -15,7 +15,7 @@ from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import NO_FAULTS
-from pfedla.core.rounds import Round, run_rounds
+from pfedla.core.rounds import Round, everyone, run_rounds
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
 from pfedla.core.tasks import Task, task_of
 from pfedla.core.training import batch_bounds
@@ -191,6 +191,18 @@ def play(
             where.load(clients)
         ran = run_rounds(algorithm, where, federation.num_examples, server, **how)
         return [one._replace(server=copy.deepcopy(one.server)) for one in ran], where.state()
+
+
+def personal_models(
+    algorithm: Algorithm, federation: Federation, ran: list[Round], clients: Params | None = None
+) -> list[Params]:
+    """Everyone's personal model after the rounds that were run, if any."""
+    server = ran[-1].server if ran else algorithm.init_server(len(federation), 0)
+    with engine_for(algorithm, federation) as engine:
+        if clients is not None:
+            engine.load(clients)
+        cohort = everyone(federation.num_examples, len(ran) + 1, 0)
+        return engine.personal_models(cohort, algorithm.download(server, cohort))
 
 
 def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> Accepted:

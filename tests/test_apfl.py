@@ -1,43 +1,14 @@
-"""APFL: one step by hand, a round by a slow twin, and the methods it contains."""
+"""APFL: a round by a slow twin, and the methods it contains."""
 
 import pytest
 import torch
-from conftest import NORMS, TinyNet, add_noise, assert_same, engine_for, make, one_client, plain_loss, play
-from torch import nn
+from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, personal_models, plain_loss, play
 
 from pfedla.algorithms.apfl import MIXING, PERSONAL
 from pfedla.algorithms.partial import add_prefix, strip_prefix
-from pfedla.core.contracts import LocalData, Payload
-from pfedla.core.rounds import everyone
+from pfedla.core.contracts import Payload
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
-
-
-def models(algorithm, federation: Federation, **how) -> list[dict]:
-    """Everybody's personal model after a few rounds."""
-    played, clients = play(algorithm, federation, **how)
-    with engine_for(algorithm, federation) as engine:
-        engine.load(clients)
-        cohort = everyone(federation.num_examples, 4, 0)
-        return engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
-
-
-def test_one_step_by_hand() -> None:
-    """A bias of two classes, one example of class 0: the gradient is (p0 - 1, p1)."""
-    algorithm = make("apfl", module=nn.Linear(1, 2), lr=0.5, epochs=1, batch_size=1, mixing=0.25)
-    own, received, zero = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 0.0]), torch.zeros(2, 1)
-    client = {PERSONAL + "weight": zero, PERSONAL + "bias": own, MIXING: torch.tensor(0.25)}
-    data = LocalData(torch.zeros(1, 1), torch.tensor([0]), torch.tensor([[0]]))
-    download = Payload({"weight": zero, "bias": received}, torch.ones(1).bool())
-    result = algorithm.local_update(client, download, data)
-    p1 = 1 / (1 + torch.e)  # at the mix (1, 0)
-    at_mixed = torch.tensor([-p1, p1])
-    w = torch.tensor([0.25, -0.25])  # w - 0.5 (-1/2, 1/2)
-    torch.testing.assert_close(result.upload.tensors["bias"], w)
-    torch.testing.assert_close(result.client[PERSONAL + "bias"], own - 0.5 * 0.25 * at_mixed)
-    share = 0.25 - 0.5 * 4.0 * -p1
-    assert result.client[MIXING].item() == pytest.approx(share)
-    torch.testing.assert_close(result.model["bias"], share * (own - 0.125 * at_mixed) + (1 - share) * w)
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -63,6 +34,7 @@ def test_a_round_equals_a_slow_twin(adaptive: bool) -> None:
     assert_same(strip_prefix(PERSONAL, result.client), v, tolerance=1e-12)
     assert_same(result.upload.tensors, w, tolerance=1e-12)
     torch.testing.assert_close(result.client[MIXING], a, rtol=1e-12, atol=1e-12)
+    assert_same(result.model, {n: a * v[n] + (1 - a) * w[n] for n in names}, tolerance=1e-12)
     assert (a != 0.4) == adaptive
 
 
@@ -82,16 +54,10 @@ def test_at_both_ends_it_is_fedavg_or_local_bit_for_bit(
 ) -> None:
     """Of FedAvg the parameters only: its statistics travel."""
     algorithm = make("apfl", batch_norm=batch_norm, mixing=mixing, adaptive=False)
-    mine = models(algorithm, federation, participation=0.5)
-    theirs = models(make(other, batch_norm=batch_norm), federation, participation=0.5)
+    mine, theirs = (
+        personal_models(one, federation, *play(one, federation, participation=0.5))
+        for one in (algorithm, make(other, batch_norm=batch_norm))
+    )
     kept = algorithm.task.layers.parameters if other == "fedavg" else dict
     for left, right in zip(mine, theirs, strict=True):
         assert_same(kept(left), kept(right))
-
-
-def test_the_personal_model_mixes_with_the_downloaded_model() -> None:
-    algorithm = make("apfl", mixing=0.25)
-    initial = algorithm.task.initial()
-    download = Payload({name: value + 1 for name, value in initial.items()}, torch.ones(2).bool())
-    mixed = algorithm.personalize(algorithm.init_client(), download, None)
-    assert_same(mixed, {name: value + 0.75 for name, value in initial.items()}, tolerance=1e-6)

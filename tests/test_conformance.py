@@ -5,12 +5,24 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import FEATURES, VARIANTS, applies, assert_same, engine_for, flat, make, play, received, toy_federation
+from conftest import (
+    FEATURES,
+    VARIANTS,
+    applies,
+    assert_same,
+    engine_for,
+    flat,
+    make,
+    personal_models,
+    play,
+    received,
+    toy_federation,
+)
 from safetensors.torch import load, save
 from torch import nn
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.core.contracts import Algorithm, Failure, Payload
+from pfedla.core.contracts import Failure, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params, mix, take
 from pfedla.core.rounds import Round, everyone, sample_cohort
@@ -113,13 +125,6 @@ def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pyte
     straight, shuffled = (personal_models(algorithm, f, *play(algorithm, f)) for f in (federation, permuted))
     for new, old in enumerate(order):
         assert_same(shuffled[new], straight[old], tolerance=TOLERANCES.get(name, 1e-5))
-
-
-def personal_models(algorithm: Algorithm, federation: Federation, played: list[Round], clients: Params) -> list[Params]:
-    with engine_for(algorithm, federation) as engine:
-        engine.load(clients)
-        cohort = everyone(federation.num_examples, 4, 0)
-        return engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
 
 
 # Who may change what

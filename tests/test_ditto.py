@@ -1,24 +1,10 @@
-"""Ditto: its two updates by hand and by a slow twin, and the methods it contains."""
+"""Ditto: its two updates by a slow twin, and the methods it contains."""
 
-import pytest
 import torch
 from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_sgd, play
-from torch import nn
 
-from pfedla.core.contracts import LocalData, Payload
-from pfedla.core.errors import PfedlaError
+from pfedla.core.contracts import Payload
 from pfedla.data.federation import Federation
-
-
-def test_the_pull_by_hand() -> None:
-    """With inputs of zero only the pull acts on the weights: one step is v - lr λ (v - w)."""
-    algorithm = make("ditto", module=nn.Linear(1, 2), epochs=1, batch_size=4, penalty=2.0)
-    client = {"weight": torch.tensor([[3.0], [-1.0]]), "bias": torch.zeros(2)}
-    download = Payload({"weight": torch.tensor([[1.0], [1.0]]), "bias": torch.zeros(2)}, torch.ones(1).bool())
-    data = LocalData(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4)[None])
-    result = algorithm.local_update(client, download, data)
-    torch.testing.assert_close(result.model["weight"], torch.tensor([[3.0 - 0.2 * 2.0], [-1.0 + 0.2 * 2.0]]))
-    assert torch.equal(result.upload.tensors["weight"], download.tensors["weight"])  # w feels no pull
 
 
 def test_the_client_equals_a_slow_twin() -> None:
@@ -44,10 +30,3 @@ def test_without_a_pull_it_is_local_and_fedavg_bit_for_bit(federation: Federatio
     # In training mode BatchNorm does not read its statistics: the parameters are FedAvg's with BatchNorm too.
     parameters = algorithm.task.layers.parameters(fedavg[-1].server["model"])
     assert_same(played[-1].server["model"], parameters)
-
-
-@pytest.mark.parametrize("options", [{"personal_epochs": 3}, {"penalty": 10.0}])
-def test_what_cannot_work_is_refused(options: dict) -> None:
-    make("ditto", penalty=9.0, personal_epochs=2).check(6)
-    with pytest.raises(PfedlaError, match=next(iter(options))):
-        make("ditto", **options).check(6)

@@ -9,7 +9,7 @@ from conftest import TinyNet, assert_same, budget, make, play, toy_federation
 from torch import Tensor, nn
 
 from pfedla.algorithms import create
-from pfedla.algorithms.pfedla import LayerWeightHypernetwork, nearest
+from pfedla.algorithms.pfedla import nearest
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState, generator
 from pfedla.core.layers import Layers, mix, mix_few, stack, take, weighted_mean
 from pfedla.core.settings import Training
@@ -133,40 +133,12 @@ def test_five_rounds_equal_a_plain_implementation(name: str, k: int, batch_norm:
 # Numbers by hand
 
 
-def test_layers_group_weight_and_bias_and_leave_statistics_apart() -> None:
-    layers = Layers.of(TinyNet(batch_norm=True))
-    assert layers.names == ("fc1", "bn", "fc2")
-    assert layers.num_parameters == (35, 10, 18)
-    assert layers.statistics == {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
-    assert layers.index["bn.running_mean"] == layers.index["bn.weight"] == 1
-
-
 def test_weighted_mean_by_hand_counts_are_never_averaged() -> None:
     stacked = {"w": torch.tensor([[2.0], [6.0]]), "count": torch.tensor([3, 7])}
     mean = weighted_mean(stacked, torch.tensor([3, 1]))
     assert mean["w"].item() == 3.0
     assert mean["count"].item() == 7
     assert mean["count"].dtype == torch.int64
-
-
-def test_fedavg_weighs_by_examples_of_the_participants_only() -> None:
-    algorithm = create("fedavg", task_of(nn.Linear(1, 2)), budget(0.1, 1, 1))
-    server = algorithm.init_server(5, seed=0)
-    cohort = Cohort(1, 0, torch.tensor([1, 4]), torch.tensor([10, 30]))
-    weight = torch.tensor([[[1.0], [0.0]], [[5.0], [4.0]]])
-    uploads = Payload({"weight": weight, "bias": torch.zeros(2, 2)}, torch.ones(2, 1).bool())
-    after = algorithm.aggregate(server, cohort, algorithm.download(server, cohort), uploads)
-    assert after["model"]["weight"].flatten().tolist() == [4.0, 3.0]
-
-
-def test_the_compact_form_by_hand() -> None:
-    """Two clients, one layer, softmax at (1/2, 1/2): its Jacobian is (1/4, -1/4; -1/4, 1/4)."""
-    free = LayerWeightHypernetwork(num_senders=2, num_layers=1, compact=True)
-    tensors = free.init(2, torch.Generator())
-    assert (free.alpha(tensors) == 0.5).all()
-    stepped = free.step(tensors, torch.tensor([[[3.0, 1.0]], [[0.0, 4.0]]]), lr=0.5)
-    assert stepped["logits"].flatten(1).tolist() == [[0.25, -0.25], [-0.5, 0.5]]
-    assert not tensors["logits"].any()
 
 
 # The hypernetwork's step

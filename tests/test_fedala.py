@@ -1,33 +1,16 @@
-"""FedALA: its weights by hand and by a slow twin, and FedAvg as its limit."""
+"""FedALA: its weights by a slow twin, and FedAvg as its limit."""
 
 import pytest
 import torch
 from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_loss, plain_sgd, play
-from torch import nn
 
 from pfedla.algorithms.fedala import WEIGHT
 from pfedla.algorithms.partial import add_prefix, strip_prefix
-from pfedla.core.contracts import LocalData, Payload
-from pfedla.core.errors import NotApplicableError
+from pfedla.core.contracts import Payload
 from pfedla.data.federation import Federation
 
 BOTH = torch.ones(2).bool()
 TRUE = torch.tensor(True)
-
-
-def test_one_weight_step_by_hand() -> None:
-    """A bias, two examples of class 0: the gradient is (p0 - 1, p1), times global - local per element."""
-    algorithm = make("fedala", module=nn.Linear(1, 2), batch_size=2, weight_lr=0.5, sample_share=1.0)
-    zero, ones = torch.zeros(2, 1), torch.ones(2, 1)
-    client = {"weight": zero, "bias": torch.tensor([2.0, 1.0])}
-    client |= add_prefix(WEIGHT, {"weight": ones, "bias": torch.tensor([0.5, 1.0])})
-    download = Payload({"weight": zero, "bias": torch.tensor([0.0, 1.5])}, torch.ones(1).bool())
-    data = LocalData(torch.zeros(2, 1), torch.zeros(2).long(), torch.tensor([[0, 1]]), has_trained=TRUE)
-    weights = algorithm._fit(client, download, data)
-    p1 = 1 / (1 + torch.exp(torch.tensor(1.0 - 1.5)))  # at the mix (1, 1.5)
-    expected = torch.stack([0.5 - 0.5 * (-p1 * (0.0 - 2.0)), 1.0 - 0.5 * (p1 * 0.5)]).clamp(0, 1)
-    torch.testing.assert_close(weights["bias"], expected)
-    assert torch.equal(weights["weight"], ones)
 
 
 def test_weights_are_cut_to_zero_and_one_and_only_the_last_layer_has_them(federation: Federation) -> None:
@@ -81,9 +64,3 @@ def test_without_adaptive_layers_or_steps_it_is_fedavg_bit_for_bit(
     assert_same(played[-1].server["model"], algorithm.task.layers.parameters(theirs[-1].server["model"]))
     if not batch_norm:
         assert torch.equal(played[-1].evaluation.loss, theirs[-1].evaluation.loss)
-
-
-def test_more_layers_than_there_are_are_refused() -> None:
-    make("fedala", adaptive_layers=2).check(6)
-    with pytest.raises(NotApplicableError, match="adaptive_layers"):
-        make("fedala", adaptive_layers=3).check(6)

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_sgd, play, toy_federation
+from conftest import NORMS, TinyNet, add_noise, assert_same, make, one_client, plain_sgd, play
 from torch import nn
 
 from pfedla.core.contracts import Cohort, LocalData, Payload
-from pfedla.core.errors import PfedlaError
 from pfedla.data.federation import Federation
 
 LINE = {"weight": torch.tensor([[[0.0]], [[1.0]], [[3.0]]]), "bias": torch.tensor([[0.0], [1.0], [1.0]])}
@@ -76,17 +75,3 @@ def test_without_attention_and_pull_it_is_local_bit_for_bit(federation: Federati
     local, local_clients = play(make("local", batch_norm=batch_norm), federation, participation=0.5)
     assert_same(clients, local_clients)
     assert torch.equal(played[-1].evaluation.loss, local[-1].evaluation.loss)
-
-
-def test_similar_clients_come_to_weigh_more() -> None:
-    """The toy clients 0-1, 2-3 and 4-5 label by the same rule."""
-    algorithm = make("fedamp", sigma=0.5, step_size=0.05)
-    played, _ = play(algorithm, toy_federation((60,) * 6), rounds=range(1, 9), evaluate_every=8)
-    others = algorithm.alpha(played[-1].server)[:, 0] * (1 - torch.eye(6))
-    assert others.argmax(1).tolist() == [1, 0, 3, 2, 5, 4]
-
-
-def test_a_pull_too_strong_for_the_learning_rate_is_refused() -> None:
-    make("fedamp", penalty=0.9, step_size=0.1).check(6)
-    with pytest.raises(PfedlaError, match="penalty"):
-        make("fedamp", penalty=1.0, step_size=0.1).check(6)

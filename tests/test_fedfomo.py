@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, NOTHING, TinyNet, assert_same, budget, engine_for, play, toy_federation
+from conftest import NORMS, NOTHING, TinyNet, assert_same, budget, engine_for, personal_models, play, toy_federation
 from torch import nn
 from torch.func import vmap
 
@@ -251,10 +251,7 @@ def test_without_statistics_of_its_own_a_client_cannot_judge(federation: Federat
     """BatchNorm: one that never trained keeps its own model; after one round it judges."""
     algorithm = fedfomo(batch_norm=True, validation_share=0.4)
     played, clients = play(algorithm, federation, participation=0.5, rounds=range(1, 4))
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
-        engine.load(clients)
-        cohort = everyone(federation.num_examples, 4, 0)
-        models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
+    models = personal_models(algorithm, federation, played, clients)
     never = [i for i in range(6) if not any(i in one.cohort.ids for one in played)]
     initial = algorithm.task.initial()
     for client in never:

@@ -10,7 +10,7 @@ from conftest import TinyNet, assert_same, budget, engine_for, make, play, recei
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from pfedla.algorithms import create, pfedla, pfedla_heldout
+from pfedla.algorithms import create, partial, pfedla_heldout
 from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
 from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
 from pfedla.core.contracts import Algorithm, LocalData, Params, Payload, ServerState
@@ -29,12 +29,12 @@ def test_until_the_weights_are_frozen_no_held_out_example_is_trained_on(
     """Also in the warm-up; afterwards all examples are."""
     trained: list[tuple[set, set]] = []  # by client and round: what it trained on, what it held out
 
-    def record(task: object, tensors: Params, data: LocalData, *rest: object) -> tuple[Params, Tensor]:
+    def record(task: object, tensors: Params, data: LocalData, *rest: object, **how: object) -> tuple[Params, Tensor]:
         trained.append(({*map(tuple, data.x.tolist())}, {*map(tuple, data.held_out_x.tolist())}))
-        return train(task, tensors, data, *rest)
+        return train(task, tensors, data, *rest, **how)
 
-    train = pfedla.sgd
-    monkeypatch.setattr(pfedla, "sgd", record)
+    train = partial.sgd
+    monkeypatch.setattr(partial, "sgd", record)
     play(make("pfedla-heldout", warm_up=2, learning_rounds=2), federation, rounds=range(1, 7), threads=1)
     examples = {*chain.from_iterable(map(tuple, one.x.tolist()) for one in federation.train)}
     before, after = trained[: 4 * 6], trained[4 * 6 :]

@@ -165,17 +165,6 @@ def test_a_broken_model_is_never_right_and_never_kept() -> None:
     assert correct == 0
 
 
-def test_a_frozen_layer_neither_moves_nor_travels() -> None:
-    model = TinyNet()
-    model.fc1.requires_grad_(False)
-    result = simulate(toy_federation(), model, "pfedla", rounds=2)
-    assert result.algorithm.task.layers.names == ("fc2",)
-    personal = result.personal_model(0)
-    assert torch.equal(personal.fc1.weight, model.fc1.weight)
-    assert not torch.equal(personal.fc2.weight, model.fc2.weight)
-    assert result.traffic.up_bytes == 2 * 6 * 18 * 4
-
-
 def test_tied_weights_stay_tied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

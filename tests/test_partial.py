@@ -113,10 +113,25 @@ def test_with_nothing_private_it_is_fedavg(federation: Federation, name: str, op
     assert_same(shared, {name: model[name] for name in shared})
 
 
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu", "lg-fedavg"])
-def test_a_model_of_one_layer_is_refused(name: str) -> None:
-    with pytest.raises(NotApplicableError):
-        make(name, module=nn.Linear(6, 3)).check(3)
+@pytest.mark.parametrize(
+    ("name", "works", "refused", "error"),
+    [
+        ("ditto", {"penalty": 9.0, "personal_epochs": 2}, {"penalty": 10.0}, PfedlaError),
+        ("ditto", {}, {"personal_epochs": 3}, PfedlaError),
+        ("fedprox", {}, {"penalty": 10.0}, PfedlaError),
+        ("fedamp", {"penalty": 0.9, "step_size": 0.1}, {"penalty": 1.0, "step_size": 0.1}, PfedlaError),
+        ("pfedme", {}, {"penalty": 10.0, "eta": 0.1}, PfedlaError),
+        ("pfedme", {}, {"personal_lr": 0.25, "eta": 0.01, "penalty": 8.0}, PfedlaError),
+        ("fedavg-ft", {"fine_tuning_epochs": 2}, {"fine_tuning_epochs": 3}, PfedlaError),
+        ("fedbabu", {"fine_tuning_epochs": 2}, {"fine_tuning_epochs": 3}, PfedlaError),
+        ("fedala", {"adaptive_layers": 2}, {"adaptive_layers": 3}, NotApplicableError),
+        ("lg-fedavg", {"shared_layers": 1}, {"shared_layers": 2}, NotApplicableError),
+    ],
+)
+def test_options_that_cannot_work_are_refused(name: str, works: dict, refused: dict, error: type) -> None:
+    make(name, **works).check(6)
+    with pytest.raises(error, match=next(iter(refused))):
+        make(name, **refused).check(6)
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
@@ -170,8 +185,6 @@ def test_fedprox_without_a_penalty_is_fedavg_bit_for_bit(federation: Federation,
     ]
     assert_same(runs[0].server["model"], runs[1].server["model"])
     assert torch.equal(runs[0].evaluation.loss, runs[1].evaluation.loss)
-    with pytest.raises(PfedlaError, match="penalty"):
-        make("fedprox", penalty=10.0).check(3)
 
 
 # Fine-tuning
@@ -206,5 +219,3 @@ def test_the_personal_model_is_fine_tuned(
     module.load_state_dict(rounds[-1].server["model"] | private)
     twin = by_hand(module, data, (range(2 if epochs == "auto" else epochs), "all"))
     assert_same(model, twin, tolerance=1e-6)
-    with pytest.raises(PfedlaError, match="fine_tuning_epochs"):
-        make(name, fine_tuning_epochs=3).check(3)

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NORMS, Parabola, TinyNet, assert_same, budget, engine_for, make, play, toy_federation
+from conftest import NORMS, Parabola, TinyNet, assert_same, budget, make, personal_models, play, toy_federation
 from torch import nn
 from torch.func import functional_call, grad, jvp
 
 from pfedla.algorithms.perfedavg import PerFedAvg
 from pfedla.core.contracts import Cohort, LocalData, Params, Payload
-from pfedla.core.rounds import everyone
 from pfedla.core.tasks import loss_of, task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
@@ -28,25 +27,19 @@ def double_client(size: int = 20, epochs: int = 1) -> LocalData:
     return LocalData(x.double(), y, torch.stack([torch.arange(size).roll(7 * epoch) for epoch in range(epochs)]))
 
 
-def test_a_clients_round_by_hand_first_order() -> None:
-    """Batches 4, 2, 8 from w = 0 with α = 0.5, β = 0.1 (the common rate).
-
-    D' 4, D 2: w̃ = 1,      g = −3,      w = 0.3
-    D' 2, D 8: w̃ = 4.15,   g = 2.15,    w = 0.3 − 0.215 = 0.085  (from w: with the step at w̃ it were 3.935)
-    D' 8, D 4: w̃ = 2.0425, g = −5.9575, w = 0.68075
-    """
-    result = parabola(inner_lr=0.5).local_update({}, Parabola.download(0.0), Parabola.data(4, 2, 8))
-    assert result.upload.tensors["weight"].item() == pytest.approx(0.68075, abs=1e-12)
-    adapted = 0.68075 - 0.5 * (0.68075 - 4)  # on the first batch
-    assert result.model["weight"].item() == pytest.approx(adapted, abs=1e-12)
-    assert result.loss.item() == pytest.approx((3**2 + 2.15**2 + 5.9575**2) / 6, abs=1e-12)
-
-
 def test_a_clients_round_by_hand_hessian_free() -> None:
-    """As above; the Hessian is 1, so the step is β (1 − α) g: w = 0.15, 0.04625, 0.34509375."""
+    """Batches 4, 2, 8 from w = 0 with α = 0.5, β = 0.1 (the common rate). The Hessian is 1: the step is β (1 − α) g.
+
+    D' 4, D 2: w̃ = 1,       g = −3,      w = 0.15
+    D' 2, D 8: w̃ = 4.075,   g = 2.075,   w = 0.04625  (from w, not from w̃)
+    D' 8, D 4: w̃ = 2.023125, g = −5.976875, w = 0.34509375
+    """
     algorithm = parabola(inner_lr=0.5, hessian_free=True)
     result = algorithm.local_update({}, Parabola.download(0.0), Parabola.data(4, 2, 8))
     assert result.upload.tensors["weight"].item() == pytest.approx(0.34509375, abs=1e-9)
+    adapted = 0.34509375 - 0.5 * (0.34509375 - 4)  # on the first batch
+    assert result.model["weight"].item() == pytest.approx(adapted, abs=1e-9)
+    assert result.loss.item() == pytest.approx((3**2 + 2.075**2 + 5.976875**2) / 6, abs=1e-9)
 
 
 def test_the_server_takes_the_plain_mean_or_fedavgs() -> None:
@@ -124,20 +117,14 @@ def test_a_clients_round_equals_a_textbook_loop(batch_norm: bool) -> None:
     assert_same(tensors, {name: module.state_dict()[name] for name in tensors}, tolerance=1e-12)
 
 
-def personal(algorithm: PerFedAvg, federation: Federation) -> list[Params]:
-    with engine_for(algorithm, federation, threads=1, recalibrate="never") as engine:
-        cohort = everyone(federation.num_examples, 1, 0)
-        return engine.personal_models(cohort, algorithm.download(algorithm.init_server(6, seed=0), cohort))
-
-
 @NORMS
 def test_the_personal_model_is_one_step_on_training_data_never_test_data(
     federation: Federation, batch_norm: bool
 ) -> None:
     algorithm = tiny(batch_norm, inner_lr=0.2, batch_size=1000)
-    models = personal(algorithm, federation)
+    models = personal_models(algorithm, federation, [])
     other_test = Federation(federation.train, toy_federation(seed=1).test, federation.classes)
-    assert_same(models[0], personal(algorithm, other_test)[0])
+    assert_same(models[0], personal_models(algorithm, other_test, [])[0])
     net = TinyNet(batch_norm).train()
     x, y = federation.train[3]
     F.cross_entropy(functional_call(net, dict(net.named_parameters()), (x,)), y).backward()

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from conftest import NORMS, assert_same, engine_for, make, play, toy_federation
+from conftest import NORMS, assert_same, make, personal_models, play, toy_federation
 
-from pfedla.core.contracts import Algorithm, Params, ServerState, generator
-from pfedla.core.rounds import everyone
+from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
 
@@ -19,11 +18,7 @@ def with_frozen_weights(algorithm: Algorithm, federation: Federation, logits: to
 
 def end(algorithm: Algorithm, federation: Federation, server: ServerState | None = None, **how: float) -> Params:
     """Return everyone's personal model after three rounds."""
-    played, clients = play(algorithm, federation, server=server, **how)
-    with engine_for(algorithm, federation) as engine:
-        engine.load(clients)
-        cohort = everyone(federation.num_examples, 4, 0)
-        models = engine.personal_models(cohort, algorithm.download(played[-1].server, cohort))
+    models = personal_models(algorithm, federation, *play(algorithm, federation, server=server, **how))
     return {f"{client}/{name}": value for client, model in enumerate(models) for name, value in model.items()}
 
 
@@ -68,42 +63,11 @@ def test_uniform_weights_are_fedavg_where_all_clients_have_equally_many_examples
     assert_same(end(pfedla, equal, server), end(make("fedavg"), equal), tolerance=1e-5)
 
 
-@NORMS
-def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
-    """The slow twin: a textbook loop with torch.optim.SGD over the same batches."""
-    alone = toy_federation((13,))
-    algorithm = make("fedavg", batch_norm=batch_norm)
-    played, _ = play(algorithm, alone)
-    module = algorithm.task.module.train()
-    optimizer = torch.optim.SGD(module.parameters(), lr=algorithm.training.learning_rate)
-    x, y = alone.train[0]
-    for round in (1, 2, 3):
-        draws = generator(0, "batches", round, 0)
-        for order in [torch.randperm(13, generator=draws) for _ in range(algorithm.training.local_epochs)]:
-            for start, stop in batch_bounds(13, algorithm.training.batch_size):
-                optimizer.zero_grad()
-                rows = order[start:stop]
-                torch.nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
-                optimizer.step()
-    assert_same(played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6)
-
-
 def test_a_last_batch_of_one_joins_the_one_before() -> None:
     assert list(batch_bounds(13, 4)) == [(0, 4), (4, 8), (8, 13)]
     assert list(batch_bounds(12, 4)) == [(0, 4), (4, 8), (8, 12)]
     assert list(batch_bounds(6, 4)) == [(0, 4), (4, 6)]
     assert list(batch_bounds(1, 4)) == [(0, 1)]
-
-
-@pytest.mark.parametrize("form", ["network", "compact"])
-def test_the_weights_of_permuted_clients_are_permuted_too(form: str) -> None:
-    federation = toy_federation()
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
-    algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0, hypernetwork=form)
-    straight, shuffled = (algorithm.alpha(play(algorithm, f)[0][-1].server) for f in (federation, permuted))
-    assert straight.max() > 0.2  # they moved
-    torch.testing.assert_close(shuffled, straight[order][:, :, order], rtol=1e-4, atol=1e-5)
 
 
 def test_a_warm_up_without_end_is_uniform_pfedla_on_what_is_not_held_out(federation: Federation) -> None:

@@ -2,39 +2,23 @@
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from pfedla.algorithms.apfl import APFL
-from pfedla.algorithms.ditto import Ditto
-from pfedla.algorithms.fedala import FedALA
-from pfedla.algorithms.fedamp import FedAMP
-from pfedla.algorithms.fedavg import FedAvg
-from pfedla.algorithms.fedbabu import FedBABU
-from pfedla.algorithms.fedbn import FedBN
-from pfedla.algorithms.fedfomo import FedFomo
-from pfedla.algorithms.fedper import FedPer
-from pfedla.algorithms.fedprox import FedProx
-from pfedla.algorithms.fedrep import FedRep
-from pfedla.algorithms.finetune import FedAvgFineTuned
-from pfedla.algorithms.lgfedavg import LGFedAvg
-from pfedla.algorithms.local import Local
-from pfedla.algorithms.perfedavg import PerFedAvg
-from pfedla.algorithms.pfedhn import PFedHN
-from pfedla.algorithms.pfedla import HeurpFedLA, PFedLA
-from pfedla.algorithms.pfedla_heldout import PFedLAHeldOut
-from pfedla.algorithms.pfedme import PFedMe
-from pfedla.algorithms.similarity import LayerSimilarity, ModelSimilarity
 from pfedla.core.contracts import Algorithm, Task
 from pfedla.core.errors import NotApplicableError, PfedlaError, shown, unknown
 from pfedla.core.settings import Training
 
-_GLOBAL = (Local, FedAvg, FedAvgFineTuned, FedProx)
-_PARTIAL = (FedBN, FedPer, FedRep, FedBABU, LGFedAvg)
-_PERSONAL = (PerFedAvg, PFedMe, PFedHN, Ditto, APFL, FedALA)
-_MIXED = (FedFomo, FedAMP, LayerSimilarity, ModelSimilarity, PFedLA, HeurpFedLA, PFedLAHeldOut)
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (*_GLOBAL, *_PARTIAL, *_PERSONAL, *_MIXED)}
+# Modules in the order in which their methods are listed. A method is a class that has a `name` of its own.
+MODULES = "local fedavg fedprox fedbn fedper fedrep fedbabu lgfedavg perfedavg pfedme pfedhn ditto apfl fedala fedfomo"
+MODULES += " fedamp similarity pfedla pfedla_heldout"
+ALGORITHMS: dict[str, type[Algorithm]] = {}
+for module in MODULES.split():
+    for kind in vars(import_module(f"{__name__}.{module}")).values():
+        if isinstance(kind, type) and issubclass(kind, Algorithm) and "name" in vars(kind):
+            ALGORITHMS[kind.name] = kind
 
 
 def find(name: str) -> type[Algorithm]:

@@ -43,14 +43,12 @@ class APFL(PartialFedAvg):
         for x, y in batches(data, self.training):
             at_shared, _, statistics = self.task.gradient(shared, statistics, x, y)
             at_mixed, loss, own_statistics = self.task.gradient(interpolate(share, own, shared), own_statistics, x, y)
-            next_share = share
+            at_own = {name: share.to(value.dtype) * value for name, value in at_mixed.items()}
             if self.adaptive and not losses:  # once a round, while w_i is still the global model
                 slopes = [((own[n] - shared[n]) * g).sum(dtype=share.dtype) for n, g in at_mixed.items()]
                 mixing_lr = lr if self.mixing_lr == "auto" else self.mixing_lr
-                next_share = (share - mixing_lr * torch.stack(slopes).sum()).clamp(0, 1)
-            shared = descend(shared, at_shared, lr)
-            own = descend(own, {name: share.to(value.dtype) * value for name, value in at_mixed.items()}, lr)
-            share = next_share
+                share = (share - mixing_lr * torch.stack(slopes).sum()).clamp(0, 1)
+            shared, own = descend(shared, at_shared, lr), descend(own, at_own, lr)
             losses.append(loss)
         state = {**statistics, **add_prefix(PERSONAL, own | own_statistics), MIXING: share}
         model = {**interpolate(share, own, shared), **own_statistics}

@@ -2,7 +2,7 @@
 
 Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
 Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_i those under "weight/"; the start
-Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `_start`, W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
+Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `start`, W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
 """
 
 from typing import Annotated
@@ -34,7 +34,7 @@ class FedALA(PartialFedAvg):
     """Epochs over the sample in which the weights are learned, in every round."""
 
     def check(self, num_clients: int) -> None:
-        check_layers("adaptive_layers", self.adaptive_layers, self.task.layers)
+        check_layers("adaptive_layers", self.adaptive_layers, self)
 
     def init_client(self) -> ClientState:
         layers = self.task.layers
@@ -42,36 +42,37 @@ class FedALA(PartialFedAvg):
         own = {name: v for name, v in self.share(self.task.initial()).items() if layers.index[name] >= first}
         return {**own, **super().init_client(), **{WEIGHT + name: torch.ones_like(v) for name, v in own.items()}}
 
-    def _start(self, client: ClientState, weights: Params, download: Payload) -> Params:
+    def start(self, client: ClientState, download: Payload) -> Params:
         # lerp is exact at both ends: a weight of 1 is the global number, bit for bit.
-        shared = download.tensors
+        shared, weights = download.tensors, strip_prefix(WEIGHT, client)
         mixed = {name: torch.lerp(client[name], shared[name], weight) for name, weight in weights.items()}
         return {**shared, **mixed, **self.task.layers.only_statistics(client)}
 
-    def _fit(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        """Return the weights after `weight_epochs` over a sample of the data; the models stay fixed."""
+    def _fit(self, client: ClientState, download: Payload, data: LocalData) -> ClientState:
+        """Return the client's state with weights learned on a sample of the data; the models stay fixed."""
         # The first examples of a drawn order are a random sample; BatchNorm needs two.
         count = max(2, int(self.sample_share * data.order.shape[1]))
         crops = data.crops[:1, :count] if self.training.augment else data.crops
         sample = data._replace(order=data.order[:1, :count], crops=crops)
         statistics, weights = self.task.layers.only_statistics(client), strip_prefix(WEIGHT, client)
-        kept, towards = weights, {name: download.tensors[name] - client[name] for name in weights}
+        fitted, towards = client, {name: download.tensors[name] - client[name] for name in weights}
         for _ in range(self.weight_epochs if weights else 0):
             for x, y in batches(sample, self.training):
-                start = self.share(self._start(client, weights, download))
+                start = self.share(self.start(fitted, download))
                 gradients, _, _ = self.task.gradient(start, statistics, x, y, weights)
                 moves = {name: -self.weight_lr * g * towards[name] for name, g in gradients.items()}
                 weights = {name: (value + moves[name]).clamp(0, 1) for name, value in weights.items()}
+                fitted = client | add_prefix(WEIGHT, weights)
         # A client that never trained takes the global model, and its weights stay ones.
-        return {name: torch.where(data.has_trained, value, kept[name]) for name, value in weights.items()}
+        return {name: torch.where(data.has_trained, value, client[name]) for name, value in fitted.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        weights = self._fit(client, download, data)
-        model, loss = sgd(self.task, self._start(client, weights, download), data, self.training)
-        state = {name: model[name] for name in client if name in model} | add_prefix(WEIGHT, weights)
+        fitted = self._fit(client, download, data)
+        model, loss = sgd(self.task, self.start(fitted, download), data, self.training)
+        state = {name: model.get(name, value) for name, value in fitted.items()}
         return LocalResult(state, Payload(self.share(model), download.sent), model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return Θ̂_i from which the client would train now, its weights fitted to the model it received."""
-        fitted = self._start(client, self._fit(client, download, data), download)
-        return finite_or(fitted, self._start(client, strip_prefix(WEIGHT, client), download))
+        fitted = self.start(self._fit(client, download, data), download)
+        return finite_or(fitted, self.start(client, download))

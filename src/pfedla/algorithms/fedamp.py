@@ -2,17 +2,16 @@
 
 Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1.
 Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`; u_i = Σ_j ξ_ij w_j is `download`,
-ξ_ij = α_k A'(|w_i - w_j|²) is `weigh`, min f_i(w) + λ/(2α_k) |w - u_i|² is `local_update`.
+ξ_ij = α_k A'(|w_i - w_j|²) is `weigh`, min f_i(w) + λ/(2α_k) |w - u_i|² is `train`.
+Departs from the paper: that minimum is approached by the local budget of SGD from u_i, not found.
 """
 
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import check_pull
 from pfedla.algorithms.similarity import MixedModels, compare
-from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.contracts import ClientState, LocalData, Params, Payload, ServerState
 from pfedla.core.settings import Factor, Rate
-from pfedla.core.training import keep_and_send, sgd
 
 
 class FedAMP(MixedModels):
@@ -25,11 +24,11 @@ class FedAMP(MixedModels):
     penalty: Factor = 0.1
     """λ; the pull towards the mix is λ/α_k."""
 
-    def check(self, num_clients: int) -> None:
-        check_pull("penalty / step_size", self.penalty / self.step_size, self.training.learning_rate)
+    def pull(self) -> float:
+        return self.penalty / self.step_size
 
-    def weigh(self, models: Params, ids: Tensor) -> Tensor:
-        products, squares = (part.sum(1) for part in compare(models, ids, self.task.layers))  # of whole models
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        products, squares = (part.sum(1) for part in compare(server["models"], ids, self.task.layers))
         distance = (squares[ids].unsqueeze(1) + squares - 2 * products).clamp(min=0)
         attention = self.step_size / self.sigma * torch.exp(-distance / self.sigma)
         receiver = torch.arange(len(ids))
@@ -37,16 +36,10 @@ class FedAMP(MixedModels):
         # Departs from the paper: it asks for an α_k so small that no self-weight is negative.
         attention = attention / attention.sum(1, keepdim=True).clamp(min=1.0)
         attention[receiver, ids] = (1.0 - attention.sum(1)).clamp(min=0.0)
-        return attention.unsqueeze(1).expand(-1, len(self.task.layers), -1)  # the same for every layer
+        return attention.float().unsqueeze(1).expand(-1, len(self.task.layers), -1)  # the same for every layer
 
     def init_client(self) -> ClientState:
         return self.task.initial()
-
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        # Departs from the paper: the minimum is approached by the local budget of SGD from u_i, not found.
-        start, pull = {**client, **download.tensors}, self.penalty / self.step_size
-        trained = sgd(self.task, start, data, self.training, towards=download.tensors, pull=pull)
-        return keep_and_send(client, download, *trained)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return w_i, the client's last trained model; u_i before it has trained."""

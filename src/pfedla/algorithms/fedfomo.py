@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import KeptModels, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent, generator
-from pfedla.core.layers import Params, into_corner_, num_clients, put_, take
+from pfedla.core.layers import Params, num_clients, put_, rows_of, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
@@ -44,26 +44,21 @@ class FedFomo(KeptModels):
         affinity = {"affinity": torch.zeros(num_clients, num_clients)}  # [i, n]: how n has helped i
         return {**super().init_server(num_clients, seed), "affinity": affinity}
 
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        fresh = self.init_server(num_clients(server) + 1, seed)
-        return {group: into_corner_(fresh[group], part) for group, part in server.items()}
-
     def _choose(self, server: ServerState, cohort: Cohort) -> Tensor:
         """Return [cohort, M] ids of the models to send: drawn with probability ε, else by affinity."""
         affinity, everyone = server["affinity"]["affinity"], num_clients(server)
         count = min(self.candidates, everyone - 1)
         epsilon = max(0.0, self.epsilon - self.epsilon_decay * (cohort.round - 1))
-        rows: list[list[int]] = []
-        for client in cohort.ids.tolist():
+        choices = torch.empty(len(cohort.ids), count, dtype=torch.int64)
+        for row, client in enumerate(cohort.ids.tolist()):
             draws = generator(cohort.seed, "candidates", cohort.round, client)
             shuffled = torch.randperm(everyone, generator=draws)  # equal affinities are ordered by the seed
             best_first = shuffled[affinity[client, shuffled].argsort(descending=True, stable=True)].tolist()
             best_first.remove(client)
-            rows.append([])
-            for at_random in (torch.rand(count, generator=draws) < epsilon).tolist():
+            for place, at_random in enumerate(torch.rand(count, generator=draws) < epsilon):
                 position = int(torch.randint(len(best_first), (), generator=draws)) if at_random else 0
-                rows[-1].append(best_first.pop(position))
-        return torch.tensor(rows, dtype=torch.int64).view(len(rows), count)
+                choices[row, place] = best_first.pop(position)
+        return choices
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         """Return the candidates as extras, which always travel, and no tensors of the model."""
@@ -75,9 +70,6 @@ class FedFomo(KeptModels):
         own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
         weights = torch.empty(len(next(iter(candidates.values()))), device="meta")
         return Payload(own, torch.ones_like(download.sent), {"weights": weights})
-
-    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        return take(server["models"], cohort.ids)  # a client starts from its own model, which is what it uploaded last
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         choices = self._choose(server, cohort)  # a function of the server's state: it need not travel
@@ -91,18 +83,15 @@ class FedFomo(KeptModels):
 
     def _weigh(self, reference: Params, candidates: Params, count: int, data: LocalData) -> Tensor:
         """Return [count] signed weights: how far a candidate lowers the held-out loss, per distance to it."""
-        x, y = data.held_out_x, data.held_out_y
-        if not count or not len(y):  # a client of few examples holds none out and cannot judge
+        held_out = data.held_out_x, data.held_out_y
+        if not count or not len(data.held_out_y):  # a client of few examples holds none out and cannot judge
             return torch.zeros(count, device=data.x.device)
-        own_loss = evaluate(self.task, reference, x, y)[1]
-        falls, squares = [], []
-        for candidate in (take(candidates, number) for number in range(count)):
-            falls.append(own_loss - evaluate(self.task, reference | candidate, x, y)[1])  # with its own statistics
-            gaps = [(value - reference[name]).square() for name, value in candidate.items()]
-            squares.append(torch.stack([gap.sum(dtype=own_loss.dtype) for gap in gaps]).sum())
-        distance = torch.stack(squares).sqrt()
-        # Equal models (all are, in the first round) are 0/0, and a broken one has no loss: both weigh 0.
-        weights = torch.stack(falls) / torch.where(distance > 0, distance, 1.0)
+        # A candidate is judged with the client's own statistics.
+        losses = [evaluate(self.task, reference | take(candidates, number), *held_out)[1] for number in range(count)]
+        falls = evaluate(self.task, reference, *held_out)[1] - torch.stack(losses)
+        gaps = [rows_of(value - reference[name]).square() for name, value in candidates.items()]
+        distance = torch.stack([gap.sum(1, dtype=falls.dtype) for gap in gaps], 1).sum(1).sqrt()
+        weights = falls / torch.where(distance > 0, distance, 1.0)
         sound = (distance > 0) & weights.isfinite()
         if self.task.layers.statistics:  # a client that never trained has none to judge with
             sound = sound & data.has_trained

@@ -3,11 +3,11 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 """
 
-from pfedla.algorithms.partial import PrivateByName, resolve_epochs
-from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
+from pfedla.algorithms.partial import PrivateByName, Trained, resolve_epochs
+from pfedla.core.contracts import LocalData, Params
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.settings import AUTO, Auto, Natural
-from pfedla.core.training import keep_and_send, sgd
+from pfedla.core.training import sgd
 
 
 class FedRep(PrivateByName):
@@ -27,14 +27,12 @@ class FedRep(PrivateByName):
     def _count_head_epochs(self) -> int:
         return self.training.local_epochs // 2 if self.head_epochs == "auto" else self.head_epochs
 
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        head_epochs = self._count_head_epochs()
-        first, rest = range(head_epochs), range(head_epochs, self.training.local_epochs)
-        model = {**download.tensors, **client}
+    def train(self, start: Params, received: Params, data: LocalData) -> Trained:
+        count = self._count_head_epochs()
+        first, rest, head = range(count), range(count, self.training.local_epochs), start.keys() - received
         # With the body frozen its statistics are frozen too: they must not move while the head is fitted.
-        model, head_loss = sgd(self.task, model, data, self.training, epochs=first, only=client, keep_statistics=True)
-        model, body_loss = sgd(self.task, model, data, self.training, epochs=rest, only=download.tensors)
+        model, head_loss = sgd(self.task, start, data, self.training, epochs=first, only=head, keep_statistics=True)
+        model, body_loss = sgd(self.task, model, data, self.training, epochs=rest, only=received)
         trained = len(data.order)  # a straggler may not get to the body's epochs
-        head_trained = min(head_epochs, trained)
-        loss = (head_trained * head_loss + (trained - head_trained) * body_loss) / trained
-        return keep_and_send(client, download, model, loss)
+        head_trained = min(count, trained)
+        return model, (head_trained * head_loss + (trained - head_trained) * body_loss) / trained

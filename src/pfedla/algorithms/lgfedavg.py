@@ -14,9 +14,7 @@ class LGFedAvg(PartialFedAvg):
     shared_layers: Positive = 1
     """How many layers are shared, counted from the output."""
 
-    def check(self, num_clients: int) -> None:
-        if not self.private_layers():
-            raise NotApplicableError(f"shared_layers = {self.shared_layers} is the whole model: none would be local")
-
     def private_layers(self) -> list[int]:
+        if self.shared_layers >= len(self.task.layers):
+            raise NotApplicableError(f"shared_layers = {self.shared_layers} is the whole model: none would be local")
         return [*range(len(self.task.layers) - self.shared_layers)]

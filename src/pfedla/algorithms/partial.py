@@ -1,16 +1,20 @@
 """FedAvg on some of the layers, the base of many methods, and what these methods share."""
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Layers, Params, append_mean_row, put_, repeat, stack, weighted_mean
+from pfedla.core.layers import Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import keep_and_send, sgd
+
+Trained = tuple[Params, Tensor]  # a model and the mean loss of its training
 
 
 class PartialFedAvg(Algorithm):
@@ -23,8 +27,11 @@ class PartialFedAvg(Algorithm):
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
 
     def private_layers(self) -> list[int]:
-        """Return the positions of the layers that stay on the client."""
         return []
+
+    def check(self, num_clients: int) -> None:
+        self.private_layers()  # raises if the model does not have them
+        check_pull("penalty", self.pull(), self.training.learning_rate)
 
     def share(self, tensors: Params) -> Params:
         """Return the tensors that travel."""
@@ -48,12 +55,24 @@ class PartialFedAvg(Algorithm):
         initial = self.task.initial()
         return {name: value for name, value in initial.items() if name not in self.share(initial)}
 
+    def start(self, client: ClientState, download: Payload) -> Params:
+        """Return the model from which a client trains: what it received, and the rest of its own."""
+        return download.tensors | client | download.tensors  # in the order of the model
+
+    def pull(self) -> float:
+        """Return how strongly training is pulled towards the received model."""
+        return 0.0
+
+    def train(self, start: Params, received: Params, data: LocalData) -> Trained:
+        pull = self.pull()
+        return sgd(self.task, start, data, self.training, towards=received if pull else None, pull=pull)
+
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        trained = sgd(self.task, {**download.tensors, **client}, data, self.training)
-        return keep_and_send(client, download, *trained)
+        trained = self.train(self.start(client, download), download.tensors, data)
+        return keep_and_send(client, self.upload_like(download), *trained)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        return {**download.tensors, **client}
+        return self.start(client, download)
 
 
 class PrivateByName(PartialFedAvg):
@@ -61,9 +80,6 @@ class PrivateByName(PartialFedAvg):
 
     private: str = "head"
     """The private layers: "head" (the last Linear layer) or names, separated by commas; "" for none."""
-
-    def check(self, num_clients: int) -> None:
-        self.private_layers()
 
     def private_layers(self) -> list[int]:
         layers, private = self.task.layers, self.private
@@ -84,7 +100,12 @@ class KeptModels(PartialFedAvg):
         return {"models": stack([self.share(self.task.initial())] * num_clients)}
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        return {**server, "models": append_mean_row(server["models"])}
+        larger = self.init_server(num_clients(server) + 1, seed)
+        return {group: into_corner_(larger[group], part) for group, part in server.items()}
+
+    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
+        # What a client was not sent is its own, which it uploaded last.
+        return vmap(self.start)(take(server["models"], cohort.ids), downloads)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
@@ -100,10 +121,13 @@ def strip_prefix(prefix: str, tensors: Params) -> Params:
     return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
 
 
-def draw_linear(name: str, inputs: int, outputs: int, draws: torch.Generator) -> Params:
-    """Draw a Linear layer as torch does."""
-    bound, shapes = 1 / math.sqrt(inputs), {"weight": (outputs, inputs), "bias": (outputs,)}
-    return {f"{name}.{part}": bound * (2 * torch.rand(shape, generator=draws) - 1) for part, shape in shapes.items()}
+def draw_linears(sizes: Mapping[str, tuple[int, int]], draws: torch.Generator) -> Params:
+    """Draw Linear layers as torch does; the sizes are of inputs and outputs."""
+    drawn = {}
+    for name, (inputs, outputs) in sizes.items():
+        for part, shape in {"weight": (outputs, inputs), "bias": (outputs,)}.items():
+            drawn[f"{name}.{part}"] = 1 / math.sqrt(inputs) * (2 * torch.rand(shape, generator=draws) - 1)
+    return drawn
 
 
 def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range:
@@ -120,6 +144,7 @@ def check_pull(option: str, pull: float, lr: float, rate: str = "the learning ra
         raise PfedlaError(f"{option} = {pull:g} times {rate} = {lr:g} should be below {below}; lower it")
 
 
-def check_layers(option: str, count: int, layers: Layers) -> None:
+def check_layers(option: str, count: int, method: Algorithm) -> None:
+    layers = method.task.layers
     if count > len(layers):
         raise NotApplicableError(f"{option} = {count}, but the model has {len(layers)}: {', '.join(layers.names)}")

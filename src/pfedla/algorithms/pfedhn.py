@@ -6,7 +6,6 @@ the trained weights, `aggregate`; the step down it `_descend`.
 """
 
 import math
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -15,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.algorithms.partial import PartialFedAvg, draw_linear
+from pfedla.algorithms.partial import PartialFedAvg, draw_linears
 from pfedla.core.contracts import Cohort, Params, Payload, ServerState, all_sent, generator
 from pfedla.core.errors import check_affordable
 from pfedla.core.layers import append_mean_row, take
@@ -44,18 +43,20 @@ class PFedHN(PartialFedAvg):
 
     def hypernetwork_numbers(self, num_clients: int) -> int:
         """Return how many numbers the server keeps: embeddings, trunk, heads, and as much momentum."""
-        hidden, size = self.hidden_size, embedding_size(num_clients)
-        trunk = hidden * (size + 1) + HIDDEN_LAYERS * hidden * (hidden + 1)
-        return 2 * (num_clients * size + trunk + (hidden + 1) * sum(self.task.layers.num_parameters))
+        linears = sum((inputs + 1) * outputs for inputs, outputs in self._sizes(num_clients).values())
+        return 2 * (num_clients * embedding_size(num_clients) + linears)
+
+    def _sizes(self, num_clients: int) -> dict[str, tuple[int, int]]:
+        """Return the inputs and outputs of the hypernetwork's Linear layers."""
+        hidden = self.hidden_size
+        trunk = {f"trunk{depth}": (hidden, hidden) for depth in range(HIDDEN_LAYERS + 1)}
+        heads = {f"head.{name}": (hidden, v.numel()) for name, v in self.share(self.task.initial()).items()}
+        return {**trunk, "trunk0": (embedding_size(num_clients), hidden), **heads}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        draws, size = generator(seed, "hypernetwork"), embedding_size(num_clients)
-        embeddings = {EMBEDDING: torch.randn(num_clients, size, generator=draws)}  # as nn.Embedding starts
-        network = draw_linear("trunk0", size, self.hidden_size, draws)
-        for depth in range(1, HIDDEN_LAYERS + 1):
-            network |= draw_linear(f"trunk{depth}", self.hidden_size, self.hidden_size, draws)
-        for name, value in self.share(self.task.initial()).items():
-            network |= draw_linear(f"head.{name}", self.hidden_size, value.numel(), draws)
+        draws = generator(seed, "hypernetwork")
+        embeddings = {EMBEDDING: torch.randn(num_clients, embedding_size(num_clients), generator=draws)}
+        network = draw_linears(self._sizes(num_clients), draws)
         still = {name: torch.zeros_like(value) for name, value in {**embeddings, **network}.items()}
         return {"embeddings": embeddings, "network": network, "momentum": still}
 
@@ -66,9 +67,9 @@ class PFedHN(PartialFedAvg):
         return {**server, "embeddings": embeddings, "momentum": server["momentum"] | {EMBEDDING: still}}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        network, like = server["network"], self.share(self.task.initial())
-        write = vmap(partial(generate, network, like=like))
-        return Payload(write(server["embeddings"][EMBEDDING][cohort.ids]), all_sent(len(cohort.ids), self.task.layers))
+        embeddings, like = server["embeddings"][EMBEDDING][cohort.ids], self.share(self.task.initial())
+        written = vmap(generate, in_dims=(None, 0, None))(server["network"], embeddings, like)
+        return Payload(written, all_sent(len(cohort.ids), self.task.layers))
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the
@@ -76,8 +77,8 @@ class PFedHN(PartialFedAvg):
         back = {name: value - uploads.tensors[name] for name, value in downloads.tensors.items()}  # θ_i - θ̃_i
         after = {group: {name: v.clone() for name, v in part.items()} for group, part in server.items()}
         for row, client in enumerate(cohort.ids.tolist()):  # a gradient is as large as the hypernetwork
-            inputs, like = (server["network"], server["embeddings"][EMBEDDING][client]), take(back, row)
-            network, embedding = vjp(partial(generate, like=like), *inputs)[1](like)
+            embedding, way = server["embeddings"][EMBEDDING][client], take(back, row)
+            network, embedding, _ = vjp(generate, server["network"], embedding, way)[1](way)
             self._descend(after, client, {**network, EMBEDDING: embedding})
         return after
 

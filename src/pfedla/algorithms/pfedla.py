@@ -6,48 +6,26 @@ Where the equations are: Eq. 4 `LayerWeightHypernetwork.alpha`, Eq. 5-6 `mix` in
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from pfedla.algorithms.partial import KeptModels, check_layers, draw_linear
-from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState, generator
+from pfedla.algorithms.partial import check_layers, draw_linears
+from pfedla.algorithms.similarity import MixedModels
+from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import (
-    Layers,
-    choose,
-    finite_rows,
-    inner_products,
-    into_corner_,
-    mix,
-    mix_few,
-    num_clients,
-    put_,
-    take,
-)
+from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, take
 from pfedla.core.settings import Natural, Positive, Rate
-from pfedla.core.training import keep_and_send, sgd
 
 WIDTH = 100  # of the embedding and of the trunk's layers
 TRUNK_DEPTH = 3
 DAMPED_TRUNK = 0.1  # learning rate of trunk and embedding in a damped step, against the heads'
 CHUNK = 64  # clients whose weights are computed at once: their hypernetworks are copied for it
-
-
-def layer_gradient(delta: Params, models: Params, layers: Layers) -> Tensor:
-    """Return g[i, layer, j] = <delta_i, model_j>, the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> by alpha.
-
-    >>> layers = Layers.of(torch.nn.Linear(1, 1, bias=False))
-    >>> models = {"weight": torch.tensor([[[3.0]], [[5.0]]])}
-    >>> layer_gradient({"weight": torch.tensor([[[2.0]]])}, models, layers)
-    tensor([[[ 6., 10.]]])
-    """
-    return inner_products(delta, models, layers)
+# g[i, layer, j] = <delta_i, model_j> is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> by alpha.
+layer_gradient = inner_products
 
 
 @dataclass(frozen=True)
@@ -85,10 +63,8 @@ class LayerWeightHypernetwork:
         if self.compact:
             return heads
         one = {"embedding": torch.randn(WIDTH, generator=generator)}
-        for depth in range(TRUNK_DEPTH):
-            one |= draw_linear(f"trunk{depth}", WIDTH, WIDTH, generator)
-        body = {name: value.expand(num_clients, *value.shape).clone() for name, value in one.items()}
-        return body | heads
+        one |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
+        return {name: value.expand(num_clients, *value.shape).clone() for name, value in one.items()} | heads
 
     def alpha(self, tensors: Params) -> Tensor:
         """Return the weights [clients, layers, senders]."""
@@ -111,8 +87,8 @@ class LayerWeightHypernetwork:
         ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))
         if damped:
             share = 1 / (1 + features.square().sum(-1))  # the features multiply the step of a logit by the inverse
-            slope = slope * per_client(share, slope)
-            ascent = tuple(part * per_client(DAMPED_TRUNK * share, part) for part in ascent)
+            slope = vmap(torch.mul)(slope, share)
+            ascent = tuple(vmap(torch.mul)(part, DAMPED_TRUNK * share) for part in ascent)
         moved = {name: value.detach() + lr * part for (name, value), part in zip(body.items(), ascent, strict=True)}
         # The heads' gradient is an outer product that addcmul need not hold in memory.
         moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), features[:, None, None], value=lr)
@@ -125,7 +101,7 @@ def apply_trunk(tensors: Params) -> Tensor:
     hidden = tensors["embedding"]
     for depth in range(TRUNK_DEPTH):
         weight, bias = tensors[f"trunk{depth}.weight"], tensors[f"trunk{depth}.bias"]
-        hidden = F.relu((weight @ hidden.unsqueeze(-1)).squeeze(-1) + bias)
+        hidden = ((weight @ hidden.unsqueeze(-1)).squeeze(-1) + bias).relu()
     return hidden
 
 
@@ -141,16 +117,8 @@ def softmax_slope(logits: Tensor, gradient: Tensor) -> Tensor:
     return alpha * (gradient - (alpha * gradient).sum(-1, keepdim=True))
 
 
-def per_client(numbers: Tensor, value: Tensor) -> Tensor:
-    """Return one number per client in a shape that broadcasts against a stacked value."""
-    return numbers.view(-1, *[1] * (value.ndim - 1))
-
-
 def nearest(alpha: Tensor, cohort: Cohort, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest weights of each row, renormalised, and their senders: [cohort, layers, count].
-
-    The client itself is always the first of them.
-    """
+    """Return the largest weights of each row, its own always among them, and their senders: [cohort, layers, count]."""
     # Equal weights (the uniform start) are ordered by the seed; else everyone would mix the first K.
     streams = (generator(cohort.seed, "neighbours", cohort.round, client) for client in cohort.ids.tolist())
     shuffled = torch.stack([torch.rand(alpha.shape[1:], generator=draws) for draws in streams]).argsort(-1)
@@ -171,11 +139,10 @@ def sent_layers(alpha: Tensor, cohort: Cohort, num_retained: int) -> Tensor:
     return torch.ones_like(own, dtype=torch.bool).scatter_(-1, retained, False)
 
 
-class LearnedMix(KeptModels):
+class LearnedMix(MixedModels):
     """Abstract: pFedLA; a method may retain layers, or learn the weights from another gradient."""
 
     damped: ClassVar[bool] = False  # see LayerWeightHypernetwork.step
-
     neighbours: Positive | Literal["all"] = "all"
     """K: mix only the K clients with the largest weights, per layer."""
     hypernetwork: Literal["network", "compact"] = "network"
@@ -190,18 +157,10 @@ class LearnedMix(KeptModels):
         """How many layers a client retains: the option `retained_layers` of a method that has it."""
         return getattr(self, "retained_layers", 0)
 
-    def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
-        """Return [cohort, layers, clients], along which alpha moves: <Δθ_i, θ_j> (Eq. 10-11). None: it stays."""
-        # Departs from the paper: the factor m_i/M of Eq. 7 is left out; it would only scale client i's own step.
-        delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
-        return layer_gradient(delta, server["models"], self.task.layers)
-
     def check(self, num_clients: int) -> None:
-        check_layers("retained_layers", self.num_retained, self.task.layers)
+        check_layers("retained_layers", self.num_retained, self)
         if self.neighbours != "all" and self.neighbours > num_clients:
-            raise PfedlaError(
-                f'neighbours = {self.neighbours}, but there are {num_clients} clients; use "all" or fewer'
-            )
+            raise PfedlaError(f"neighbours = {self.neighbours}, but there are {num_clients} clients; use fewer")
         numbers, compact = self._network(num_clients).num_parameters, len(self.task.layers) * num_clients
         what, instead = f"the hypernetworks of {num_clients} clients", 'hypernetwork = "compact"'
         check_affordable(what, num_clients * numbers, instead, num_clients * compact)
@@ -214,31 +173,26 @@ class LearnedMix(KeptModels):
         progress = {"uploads": torch.zeros((), dtype=torch.int64)}  # accepted so far
         return {**super().init_server(num_clients, seed), "hypernetworks": hypernetworks, "progress": progress}
 
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        count, draws = num_clients(server) + 1, generator(seed, "hypernetwork")
-        hypernetworks = into_corner_(self._network(count).init(count, draws), server["hypernetworks"])
-        progress = {"uploads": server["progress"]["uploads"].clone()}
-        return {**super().admit(server, seed), "hypernetworks": hypernetworks, "progress": progress}
-
-    def alpha(self, server: ServerState) -> Tensor:
-        chunks = torch.split(torch.arange(num_clients(server)), CHUNK)
-        return torch.cat([self._alpha(server, ids) for ids in chunks])
-
-    def _alpha(self, server: ServerState, ids: Tensor) -> Tensor:
-        return self._network(num_clients(server)).alpha(take(server["hypernetworks"], ids))
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        network = self._network(num_clients(server))
+        return torch.cat([network.alpha(take(server["hypernetworks"], some)) for some in torch.split(ids, CHUNK)])
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        alpha, what = self._alpha(server, cohort.ids), (server["models"], self.task.layers)
+        alpha, what = self.weigh(server, cohort.ids), (server["models"], self.task.layers)
         count = alpha.shape[-1] if self.neighbours == "all" else self.neighbours
         mixed = mix(alpha, *what) if count == alpha.shape[-1] else mix_few(*nearest(alpha, cohort, count), *what)
         return Payload(mixed, sent_layers(alpha, cohort, self.num_retained))
 
     def upload_like(self, download: Payload) -> Payload:
-        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
+        # Departs from the paper: clients send θ_i in place of Δθ_i, so that θ_i is exact on the server. All its layers:
+        # a retained one saves the download only.
+        return Payload(download.tensors, torch.ones_like(download.sent))
 
-    def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        own = take(server["models"], cohort.ids)  # a retained layer is the client's own, which it uploaded last
-        return vmap(partial(choose, layers=self.task.layers))(downloads.sent, downloads.tensors, own)
+    def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
+        """Return [cohort, layers, clients], along which alpha moves: <Δθ_i, θ_j> (Eq. 10-11). None: it stays."""
+        # Departs from the paper: the factor m_i/M of Eq. 7 is left out; it would only scale client i's own step.
+        delta = {name: value - downloads.tensors[name] for name, value in uploads.tensors.items()}
+        return layer_gradient(delta, server["models"], self.task.layers)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # At the snapshot that was mixed: the new θ_i would inflate the self-weight by |Δθ_i|².
@@ -255,8 +209,7 @@ class LearnedMix(KeptModels):
             sound = finite_rows(stepped, len(ids)).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
-        put_(server["models"], ids, uploads.tensors)
-        return server
+        return super().aggregate(server, cohort, downloads, uploads)
 
     def init_client(self) -> ClientState:
         return self.task.initial() if self.num_retained else super().init_client()
@@ -265,12 +218,7 @@ class LearnedMix(KeptModels):
         own = take(server["models"], num_clients(server) - 1)  # for the layers that it retains
         return {name: own.get(name, value) for name, value in initial.items()}
 
-    def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        trained = sgd(self.task, self.personalize(client, download, data), data, self.training)
-        # Departs from the paper: clients send θ_i in place of Δθ_i, so that θ_i is exact on the server.
-        return keep_and_send(client, Payload(download.tensors, torch.ones_like(download.sent)), *trained)
-
-    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+    def start(self, client: ClientState, download: Payload) -> Params:
         layers, received = self.task.layers, download.tensors
         used = choose(download.sent, received, client, layers) if self.num_retained else received
         return {**used, **layers.only_statistics(client)}

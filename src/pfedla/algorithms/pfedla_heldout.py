@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.func import vmap
 
-from pfedla.algorithms.pfedla import CHUNK, LearnedMix, per_client
+from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
 from pfedla.core.layers import Layers, Params, num_clients, rows_of, take
 from pfedla.core.settings import Natural, Positive
@@ -62,46 +63,50 @@ class PFedLAHeldOut(LearnedMix):
         return self.held_out if HOLD_OUT in download.extras else 0.0
 
     def upload_like(self, download: Payload) -> Payload:
-        expected, layers = super().upload_like(download), self.task.layers
-        if HASH not in download.extras:
-            return expected
-        limit = max(layers.num_parameters) if self.sketch == "exact" else self.sketch
-        sizes = zip(layers.names, layers.num_parameters, strict=True)
-        return expected._replace(extras={GRADIENT + name: torch.empty(min(size, limit)) for name, size in sizes})
+        expected, layers, extras = super().upload_like(download), self.task.layers, {}
+        for name, size in zip(layers.names, layers.num_parameters, strict=True) if HASH in download.extras else ():
+            extras[GRADIENT + name] = torch.empty(size if self.sketch == "exact" else min(size, self.sketch))
+        return expected._replace(extras=extras)
 
     def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
         """Return minus the inner products of the held-out gradients and the models, sketched, normalised per client."""
         if HASH not in downloads.extras:
             return None
-        layers, models, constants = self.task.layers, server["models"], downloads.extras[HASH][0]
+        layers, models, count = self.task.layers, server["models"], num_clients(server)
         # Relative to the mean model: softmax does not see it, and a shorter vector has a smaller error as a sketch.
         means = {name: value.mean(0, keepdim=True) for name, value in models.items()}
-        products, norms, distances, sizes = [], [], [], []
-        for layer, name in enumerate(layers.names):
+        products, squares = [], []
+        for layer, (name, constants) in enumerate(zip(layers.names, downloads.extras[HASH][0], strict=True)):
             mean, gradient = layer_rows(means, layers, layer), uploads.extras[GRADIENT + name]
             sketches, spread = [], torch.zeros(())
-            for rows in torch.split(torch.arange(num_clients(server)), CHUNK):  # to bound the memory
+            for rows in torch.split(torch.arange(count), CHUNK):  # to bound the memory
                 apart = layer_rows(take(models, rows), layers, layer) - mean
-                sketches.append(count_sketch(apart, constants[layer], self.sketch))
-                spread += apart.square().sum() / num_clients(server)
+                sketches.append(count_sketch(apart, constants, self.sketch))
+                spread += apart.square().sum() / count
             products.append(-gradient @ torch.cat(sketches).T)
-            norms.append(gradient.square().sum(1))
-            distances.append((layer_rows(downloads.tensors, layers, layer) - mean).square().sum(1) + spread)
-            sizes.append(mean.square().sum().expand(len(gradient)))
-        columns = (torch.where(downloads.sent, torch.stack(one, 1), 0.0).sum(1) for one in (norms, distances, sizes))
-        return normalise(torch.stack(products, 1), *columns)
+            away = (layer_rows(downloads.tensors, layers, layer) - mean).square().sum(1) + spread
+            size = mean.square().sum().expand(len(gradient))
+            squares.append(torch.stack([gradient.square().sum(1), away, size]))
+        # Squared lengths over the layers sent: of the gradient, of the way from the client's start to a sender's model
+        # (the mean over the senders), and of the mean model.
+        norm, distance, size = torch.where(downloads.sent, torch.stack(squares, -1), 0.0).sum(-1)
+        # Models that differ by rounding alone, as all do before any has trained, carry no information.
+        informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)
+        # About the cosine of minus the gradient and the way to each sender, times the number of senders (the slope of a
+        # uniform softmax is one over it), so that one learning rate serves every data set.
+        scale = torch.where(informative, count / (norm.sqrt() * distance.sqrt()), 0.0)
+        return vmap(torch.mul)(torch.stack(products, 1), scale)
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         result, layers = super().local_update(client, download, data), self.task.layers
         if HASH not in download.extras:
             return result
-        start = self.personalize(client, download, data)
-        parameters, statistics = layers.parameters(start), layers.only_statistics(start)
-        if len(data.held_out_y) >= 2:
-            gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
-        else:  # too few for BatchNorm
-            gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        extras, rows = {}, {name: value.unsqueeze(0) for name, value in gradient.items()}
+        start, extras = self.start(client, download), {}
+        gradient = {name: torch.zeros_like(value) for name, value in layers.parameters(start).items()}
+        if len(data.held_out_y) >= 2:  # else too few for BatchNorm
+            held_out = data.held_out_x, data.held_out_y
+            gradient = self.task.gradient(layers.parameters(start), layers.only_statistics(start), *held_out)[0]
+        rows = {name: value.unsqueeze(0) for name, value in gradient.items()}
         for layer, (name, constants) in enumerate(zip(layers.names, download.extras[HASH], strict=True)):
             extras[GRADIENT + name] = count_sketch(layer_rows(rows, layers, layer), constants, self.sketch)[0]
         return result._replace(upload=result.upload._replace(extras=extras))
@@ -132,17 +137,3 @@ def count_sketch(rows: Tensor, constants: Tensor, size: Sketch) -> Tensor:
         hashed = (hashed * position + constant) % PRIME
     sign, bucket = 1.0 - 2.0 * (hashed % 2), hashed // 2 % size
     return rows.new_zeros(len(rows), size).index_add(1, bucket, rows * sign)
-
-
-def normalise(gradient: Tensor, norm: Tensor, distance: Tensor, size: Tensor) -> Tensor:
-    """Scale each row of `gradient` [rows, layers, senders], so that one learning rate serves every data set.
-
-    The others are squared lengths [rows] over the layers sent: `norm` of the held-out gradient, `distance` from the
-    client's start to a sender's model (the mean over the senders), `size` of the mean model. The result is about the
-    cosine of minus the gradient and the way to each sender, times the number of senders: the slope of a uniform
-    softmax is one over it.
-    """
-    # Models that differ by rounding alone, as all do before any has trained, carry no information.
-    informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)
-    scale = torch.where(informative, gradient.shape[-1] / (norm.sqrt() * distance.sqrt()), 0.0)
-    return gradient * per_client(scale, gradient)

@@ -6,45 +6,59 @@ clients i and j, cut at zero, each row divided by its sum.
 """
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pfedla.algorithms.partial import KeptModels
 from pfedla.core.contracts import Cohort, Payload, ServerState, all_sent
-from pfedla.core.layers import Layers, Params, inner_products, mix, num_clients, rows_of, take
+from pfedla.core.layers import Layers, Params, append_mean_row, inner_products, mix, num_clients, rows_of, take
 
 
 class MixedModels(KeptModels):
-    """Abstract: a client gets a mix of everyone's models, by weights that are computed from the models."""
+    """Abstract: a client gets a mix of everyone's models."""
 
     @abstractmethod
-    def weigh(self, models: Params, ids: Tensor) -> Tensor:
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
         """Return the weights of the clients `ids`, [receivers, layers, clients]; a row sums to one."""
 
     def alpha(self, server: ServerState) -> Tensor:
-        return self.weigh(server["models"], torch.arange(num_clients(server))).float()
+        return self.weigh(server, torch.arange(num_clients(server)))
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        return {**super().admit(server, seed), "models": append_mean_row(server["models"])}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self.weigh(server["models"], cohort.ids), server["models"], self.task.layers)
+        mixed = mix(self.weigh(server, cohort.ids), server["models"], self.task.layers)
         return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
 
-class LayerSimilarity(MixedModels):
+class CosineMix(MixedModels):
+    """Abstract: a client is weighed by the cosine similarity of its parameters, cut at zero."""
+
+    whole_model: ClassVar[bool] = False
+
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        products, squares = compare(server["models"], ids, self.task.layers)
+        if self.whole_model:
+            products, squares = (part.sum(1, keepdim=True) for part in (products, squares))
+        norms = squares.sqrt()
+        scale = norms[ids].unsqueeze(-1) * norms.T
+        cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
+        cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
+        return (cosine / cosine.sum(-1, keepdim=True)).float().expand(-1, len(self.task.layers), -1)
+
+
+class LayerSimilarity(CosineMix):
     name = "layer-similarity"
     summary = "per layer, a mix weighted by the similarity of the layers"
 
-    def weigh(self, models: Params, ids: Tensor) -> Tensor:
-        return weigh_by_cosine(*compare(models, ids, self.task.layers), ids)
 
-
-class ModelSimilarity(MixedModels):
+class ModelSimilarity(CosineMix):
     name = "model-similarity"
     summary = "a mix weighted by the similarity of the whole models"
-
-    def weigh(self, models: Params, ids: Tensor) -> Tensor:
-        products, squares = (part.sum(1, keepdim=True) for part in compare(models, ids, self.task.layers))
-        return weigh_by_cosine(products, squares, ids).expand(-1, len(self.task.layers), -1)
+    whole_model = True
 
 
 def compare(models: Params, ids: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
@@ -54,11 +68,3 @@ def compare(models: Params, ids: Tensor, layers: Layers) -> tuple[Tensor, Tensor
     for name, value in flat.items():
         squares[:, layers.index[name]] += value.square().sum(1)
     return inner_products(take(flat, ids), flat, layers), squares
-
-
-def weigh_by_cosine(products: Tensor, squares: Tensor, ids: Tensor) -> Tensor:
-    norms = squares.sqrt()
-    scale = norms[ids].unsqueeze(-1) * norms.T
-    cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
-    cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
-    return cosine / cosine.sum(-1, keepdim=True)

@@ -179,7 +179,7 @@ def join(
 
     with one_thread:
         joined = run(method, server)
-        alone = run(Local(task=method.task, training=method.training), {})
+        alone = run(Local(task=method.task, training=method.training), {"model": {}})
     return replace(joined, alone=alone.after)
 
 
