@@ -14,10 +14,17 @@ from pfedla.core.errors import PfedlaError
 from pfedla.data.dataset import Dataset, dataset_of
 from pfedla.data.datasets import load
 from pfedla.data.federation import Federation, build_federation, federation_of
-from pfedla.data.partition import leaked_share, quotas_of, split_dataset
-from pfedla.data.recipe import USED_BY, Data, Partition, resolve
-from pfedla.data.rules import DEALT, round_shares, round_table, rule_of
-from pfedla.data.statistics import mean_pairwise_distance, split_statistics
+from pfedla.data.partition import (
+    DEALT,
+    choose_rule,
+    leaked_share,
+    quotas_of,
+    round_shares,
+    round_table,
+    split_dataset,
+    split_statistics,
+)
+from pfedla.data.recipe import DEFAULTS, Data, Partition, resolve
 from pfedla.runs.experiment import Experiment, read_toml
 
 DRAWN = ["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy"]
@@ -34,8 +41,8 @@ def numbered(num_classes: int, per_class: int | list[int], ready: bool = False) 
 def section(partition: str, **how: Any) -> Data:
     """Eight clients of three classes, unless told otherwise; without what the partition does not use."""
     how = {"clients": 8, "classes_per_client": 3, **how} | ({"clients": 6} if partition == "toy" else {})
-    used = {key: value for key, value in how.items() if partition in USED_BY.get(key, (partition,))}
-    return Data(dataset="own", partition=partition, **used)
+    unused = {key for own in DEFAULTS.values() for key in own} - {"clients", *DEFAULTS[partition]}
+    return Data(dataset="own", partition=partition, **{key: how[key] for key in how.keys() - unused})
 
 
 def split(dataset: Dataset, partition: str, seed: int = 0, **how: Any) -> Federation:
@@ -145,9 +152,9 @@ def test_a_smaller_beta_is_more_heterogeneous() -> None:
 
 def test_overlapping_clients_leak_and_it_is_measured() -> None:
     dataset, how = numbered(9, 60), {"samples_per_client": 60, "overlapping": True, "clients": 20}
-    drawn = split_dataset(dataset, resolve(section("classes", **how), dataset), np.random.default_rng(0))
-    leaked = [any(row in train for train in drawn.train) for test in drawn.test for row in test]  # one at a time
-    assert leaked_share(drawn) == np.mean(leaked)
+    train, test = split_dataset(dataset, resolve(section("classes", **how), dataset)[0], np.random.default_rng(0))
+    leaked = [any(row in own for own in train) for rows in test for row in rows]  # one at a time
+    assert leaked_share(train, test) == np.mean(leaked)
     assert split(dataset, "classes", **how).leaked_share > 0.5
     for change in ({"overlapping": False}, {"samples_per_client": 200}):  # too many in all; in one class of one client
         with pytest.raises(PfedlaError, match="class '0'"):
@@ -258,9 +265,9 @@ def test_tables_are_rounded_both_ways(clients: int, classes: int, seed: int, hel
 def test_a_hundred_classes_are_all_asked_for_and_tested_alike() -> None:
     """CIFAR-100's non-IID_2 for a hundred clients takes all its 600 images of every class, no more."""
     dataset = numbered(100, 600)
-    how = resolve(Data(dataset="own", partition="dominant", clients=100, samples_per_client=600), dataset)
+    how, _ = resolve(Data(dataset="own", partition="dominant", clients=100, samples_per_client=600), dataset)
     assert (how.dominant_classes, how.classes_per_client) == (6, "auto")
-    quotas = quotas_of(rule_of(dataset, how, np.random.default_rng(0)).examples(600), 0.3)
+    quotas = quotas_of(choose_rule(dataset, how, np.random.default_rng(0))[0](600), how)
     assert (quotas.sum(1) == [[420], [180]]).all()
     few = split(dataset, "dominant", clients=10, samples_per_client=600).class_counts()
     assert (np.abs(few[:, 1].sum(0) - 0.3 * few.sum((0, 1))) < 1).all()
@@ -274,4 +281,4 @@ def test_statistics_by_hand() -> None:
     assert numbers["mean_pairwise_distance"] == pytest.approx((0.75 + 0.75 + 1) / 3)
     assert numbers["training_examples"] == {"mean": pytest.approx(26 / 3), "min": 2, "max": 16}
     assert numbers["classes_per_client"] == {"mean": 2.0, "min": 1, "max": 4}
-    assert mean_pairwise_distance(np.ones((1, 1))) == 0
+    assert split_statistics(np.ones((1, 2, 3), int))["mean_pairwise_distance"] == 0
