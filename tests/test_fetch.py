@@ -46,29 +46,29 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Offer]:
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_single_files(offer: Offer, pfedla, name: str) -> None:
+def test_single_files(offer: Offer, pfedla) -> None:
     """The second time nothing is downloaded."""
-    offer(name, idx_files(name))
+    offer("mnist", idx_files("mnist"))
     for done in ("downloaded to", "already in"):
-        code, out, err = pfedla("data", "fetch", name)
-        assert code == 0, err
-        assert f"{done} {KNOWN[name].source.home}" in out
-    assert len(load(name).y) == 2 * NUM
+        code, out, err = pfedla("data", "fetch", "mnist")
+        assert (code, f"{done} {KNOWN['mnist'].source.home}" in out) == (0, True), err
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_a_tar_archive(offer: Offer, pfedla, name: str) -> None:
-    """Nothing else is unpacked, no scratch is left, and a damaged file is fetched anew."""
+    """Nothing else is unpacked, no scratch is left; a damaged file is fetched anew; an archive is used and kept."""
     files, home = cifar_files(name), KNOWN[name].source.home
     inside = {f"some-folder/{file}": content for file, content in files.items()} | {"some-folder/readme.html": b"hello"}
-    offer(name, {"c.tar.gz": tar_of(inside)}, files)
+    host = offer(name, {"c.tar.gz": tar_of(inside)}, files)
     for before in ({}, files | {next(iter(files)): b"short"}):
         write(home, before)
         code, _, err = pfedla("data", "fetch", name)
         assert code == 0, err
         assert {path.name: path.read_bytes() for path in home.iterdir()} == files
         assert not (home.parent / "c.tar.gz").exists()
+    by_hand = (host / "c.tar.gz").rename(home.parent / "c.tar.gz")
+    (home / next(iter(files))).unlink()
+    assert (pfedla("data", "fetch", name)[0], by_hand.exists(), load(name).y.size) == (0, True, 6 * NUM)
 
 
 def test_one_zip_archive_has_all_of_emnist(offer: Offer, pfedla) -> None:
@@ -79,15 +79,6 @@ def test_one_zip_archive_has_all_of_emnist(offer: Offer, pfedla) -> None:
     for split in EMNIST_SPLITS:
         assert len(load(f"emnist-{split}").y) == 140
     assert KNOWN["emnist-byclass"].source.members == tuple(files)
-
-
-def test_an_archive_brought_by_hand_is_used_and_kept(offer: Offer, pfedla) -> None:
-    files, directory = cifar_files("cifar10"), KNOWN["cifar10"].source.home.parent
-    directory.mkdir(parents=True)
-    (offer("cifar10", {"c.tar.gz": tar_of(files)}, files) / "c.tar.gz").rename(directory / "c.tar.gz")
-    assert pfedla("data", "fetch", "cifar10")[0] == 0
-    assert (directory / "c.tar.gz").exists()
-    assert load("cifar10").y.size == 6 * NUM
 
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_left(offer: Offer, pfedla) -> None:
@@ -147,10 +138,7 @@ def test_archives_that_are_not_used(tmp_path: Path, monkeypatch, name: str, cont
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([name, "deep", "target"])
 
 
-def test_every_source_is_whole() -> None:
-    """What the loader reads is what is downloaded; every download has a checksum."""
+def test_every_download_has_a_checksum_and_what_the_loader_reads_is_downloaded() -> None:
     for source in (entry.source for entry in KNOWN.values() if entry.source):
         assert set(source.files) <= {*(source.members or source.md5)}
         assert {len(digest) for digest in source.md5.values()} == {32}
-        assert all(len(digest) == 64 for digest in source.sha256.values())
-        assert all(host.endswith("/") for host in source.hosts)

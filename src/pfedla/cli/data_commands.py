@@ -36,15 +36,11 @@ def list_(as_json: Json = False) -> None:
 
 @data_app.command()
 def fetch(names: Annotated[list[str], typer.Argument(help="Names of `pfedla data list`.", metavar="NAME…")]) -> None:
-    """Download data sets from their official hosts, checked against the published checksums.
-
-    What is here already is checked and left alone. One EMNIST archive holds all its six splits.
-    """
+    """Download data sets from their official hosts, or check those that are here. EMNIST is one archive."""
     from pfedla.data import datasets
 
-    for name in names:
-        datasets.find(name)  # a misspelt second name is refused before the first is downloaded
-    for name in names:
+    known = {name: datasets.find(name) for name in names}  # all names are checked before the first is downloaded
+    for name in known:
         dataset, downloaded = datasets.fetch(name, say)
         where = f"{'downloaded to' if downloaded else 'already in'} {datasets.state_of(name).place or 'the package'}"
         say(f"{name}: {len(dataset.y):,} examples of {len(dataset.classes)} classes, checked; {where}")
@@ -79,11 +75,10 @@ def show(
     data, federation = build_federation(experiment.data, experiment.seed)
     described = describe_federation(federation)
     name = f"{where(data.model_dump() | described)}, seed {experiment.seed}"
-    stem = f"federation-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
-    path = draw_federation(described, name, out or Path(f"{stem}.png"))
+    split = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    path = draw_federation(described, name, out or Path(f"federation-{split}.png"))
     if as_json:
         print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
         return
     out_console.print(federation_table(described, name))
-    say(statistics_line(described))
-    say(f"figure: {path}")
+    say(f"{statistics_line(described)}\nfigure: {path}")

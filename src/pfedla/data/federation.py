@@ -22,9 +22,7 @@ from pfedla.data.recipe import Data, resolve
 
 
 class Examples(NamedTuple):
-    """Images stay uint8 here."""
-
-    x: Tensor
+    x: Tensor  # images stay uint8
     y: Tensor
 
 
@@ -90,12 +88,13 @@ class Federation(Outline):
     def only(self, clients: Sequence[int]) -> "Federation":
         """Return some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
-        leaked = 0.0
-        if self.leaked_share:  # by their content, as their positions in the data set are not kept
-            leaked = leaked_share(*([map(bytes, one.x.numpy()) for one in part] for part in (train, test)))
         names = tuple(self.names[client] for client in clients)
-        known = {"mean": self.mean, "std": self.std, "subset": self.subset}
-        return Federation(train, test, self.classes, **known, names=names, leaked_share=leaked)
+        known: dict[str, Any] = {"mean": self.mean, "std": self.std, "subset": self.subset, "names": names}
+        if self.leaked_share:  # by their content, as their positions in the data set are not kept
+            known["leaked_share"] = leaked_share(
+                *([map(bytes, one.x.numpy()) for one in part] for part in (train, test))
+            )
+        return Federation(train, test, self.classes, **known)
 
     def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
         """Return the clients that take part in a run, and the others: at least one and never all."""

@@ -93,7 +93,7 @@ def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) 
     _check(images, x.shape[1:] == (28, 28) and len(x) > 0, f"an array of shape {x.shape}, not images of 28x28")
     _check(labels, y.shape == (len(x),), f"an array of shape {y.shape} for {len(x)} images")
     y = y.astype(np.int64) - first
-    _check(labels, 0 <= y.min() and y.max() < num_classes, f"labels {y.min()}..{y.max()} of {num_classes} classes")
+    _check(labels, y.min() >= 0 and y.max() < num_classes, f"labels {y.min()}..{y.max()} of {num_classes} classes")
     return x, y
 
 

@@ -77,9 +77,8 @@ def _find_largest(dataset: Dataset, data: Data, count: Count, demand: Array) -> 
                 return quotas
             break
     scarce = int(np.nanargmin(available.min(0) / demand))
-    few = f"class {dataset.classes[scarce]!r} of {dataset.name} has only {available.min(0)[scarce]} examples"
-    part = "" if dataset.test is None else " for training or for test"
-    raise PfedlaError(f"samples_per_client: {few}{part}; use fewer clients or give more examples")
+    few = f"class {dataset.classes[scarce]!r} of {dataset.name} has only {available[:, scarce].tolist()} examples"
+    raise PfedlaError(f"samples_per_client: {few}; use fewer clients or give more examples")
 
 
 def draw(dataset: Dataset, quotas: Array, rng: Random) -> Split:

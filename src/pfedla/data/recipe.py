@@ -87,9 +87,8 @@ def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
     dataset = dataset.keep_classes(given.get("classes_limit", used["classes_limit"]))
     num_classes = len(dataset.classes)
     used |= MANY_CLASSES.get(partition, {}) if num_classes >= 100 else {}
-    for key, most in (("classes_per_client", num_classes), ("dominant_classes", max(1, num_classes // 2))):
-        if key in used:
-            used[key] = min(used[key], most)
+    most = {"classes_per_client": num_classes, "dominant_classes": max(1, num_classes // 2)}
+    used |= {key: min(used[key], most[key]) for key in used.keys() & most.keys()}
     for key, value in given.items():
         if key not in used and any(key in others for others in DEFAULTS.values()):
             raise PfedlaError(f"{key} is not used by partition '{partition}'; leave it out")
@@ -97,6 +96,6 @@ def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
             raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
     resolved = data.model_copy(update={**used, **given, "partition": partition, "classes_limit": num_classes})
     if int(resolved.clients) > len(dataset.y) or int(resolved.clients) * num_classes > MOST_CELLS:
-        most_clients = f"{len(dataset.y)} examples and {MOST_CELLS:,} clients times classes"
-        raise PfedlaError(f"clients = {resolved.clients} is too many for {dataset.name}: at most {most_clients}")
+        there_are = f"{len(dataset.y)} examples; clients times classes may be {MOST_CELLS:,}"
+        raise PfedlaError(f"clients = {resolved.clients} is too many: {dataset.name} has {there_are}")
     return resolved, dataset
