@@ -52,8 +52,6 @@ def test_names_are_shown_as_they_are(pfedla) -> None:
     np.savez("$^$.npz", x=np.zeros((80, 2)), y=y, client=np.array(["$^$", "b"])[np.arange(80) // 40])
     code, out, err = pfedla("data", "show", "-d", "$^$.npz")
     assert (code, "a very long…re thing: 20" in out) == (0, True), err
-    code, _, err = pfedla("run", "-d", "$^$.npz", "--rounds", 1, "-q")
-    assert code == 0, err
 
 
 def test_refusals(pfedla, monkeypatch, tmp_path: Path) -> None:
@@ -61,8 +59,6 @@ def test_refusals(pfedla, monkeypatch, tmp_path: Path) -> None:
     np.savez("own.npz", x=np.zeros((40, 2)), y=np.arange(40) % 2, client=np.arange(40) // 20)
     for words, key in (
         ("--set data.beta=0.1", "beta"),
-        ("--set data.classes_limit=1", "data.classes_limit"),
-        ("--partition toy --clients 7", "clients"),
         ("--partition direchlet", "data.partition"),
         ("-d own.npz --set data.overlapping=true", "overlapping"),
         ("-d cifar10", "`pfedla data fetch cifar10`"),
@@ -70,14 +66,6 @@ def test_refusals(pfedla, monkeypatch, tmp_path: Path) -> None:
         for command in (("data", "show"), ("run", "--rounds", "1")):
             code, _, err = pfedla(*command, *words.split())
             assert (code, key in err) == (2, True)
-
-
-def test_the_first_classes_alone(pfedla) -> None:
-    code, _, err = pfedla("run", *FAST, "--set", "data.classes_limit=5", "--out", "r", "-q")
-    assert code == 0, err
-    assert len(json.loads(Path("r/federation.json").read_text())["classes"]) == 5
-    evaluated = json.loads(pfedla("evaluate", "r", "--client", 0, "--json")[1])
-    assert evaluated["accuracy"] == json.loads(Path("r/result.json").read_text())["accuracy"]["per_client"][0]
 
 
 def test_an_overlapping_split_is_named_in_every_result(pfedla, tmp_path: Path) -> None:

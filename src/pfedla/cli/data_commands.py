@@ -1,39 +1,34 @@
 """`pfedla data`: list and fetch data sets, show a split."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from pfedla.cli.options import File, Json, Setting, out_console, with_settings
 from pfedla.core.errors import PfedlaError
 
 data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
-
-
-def say(text: str) -> None:
-    out_console.print(text, soft_wrap=True)
+say = partial(out_console.print, soft_wrap=True)
 
 
 @data_app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the data sets: what they are, which are here and where, how to get the others."""
-    from pfedla.data.datasets import KNOWN, state_of
-    from pfedla.data.sources import data_directory
+    from pfedla.data.datasets import KNOWN, data_directory, state_of
 
-    states = {name: state_of(name) for name in KNOWN}
-    if as_json:
-        rows = {name: {"here": state.here, "where": str(state.place or "")} for name, state in states.items()}
-        print(json.dumps({"data_directory": str(data_directory()), "datasets": rows}))
-        return
-    table = Table("data set", "shape", "classes", "what", "here")
+    table, states = Table(Column("data set", no_wrap=True), "shape", "classes", "what", "here"), {}
     for name, entry in KNOWN.items():
-        shape, state = "x".join(map(str, entry.shape)), states[name]
+        state, shape = state_of(name), "x".join(map(str, entry.shape))
+        states[name] = {"here": state.here, "where": str(state.place or "")}
         table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
+    if as_json:
+        print(json.dumps({"data_directory": str(data_directory()), "datasets": states}))
+        return
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
-    table.columns[0].no_wrap = True
     out_console.print(table)
     say("`pfedla data fetch NAME` downloads a data set, or checks it if it is here.")
     say(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)")
@@ -41,19 +36,14 @@ def list_(as_json: Json = False) -> None:
 
 @data_app.command()
 def fetch(names: Annotated[list[str], typer.Argument(help="Names of `pfedla data list`.", metavar="NAME…")]) -> None:
-    """Download data sets from their official hosts, checked against the published checksums.
-
-    What is here already is checked and left alone. One EMNIST archive holds all its six splits.
-    """
+    """Download data sets from their official hosts, or check those that are here. EMNIST is one archive."""
     from pfedla.data import datasets
 
-    for name in names:
-        datasets.find(name)  # a misspelt second name is refused before the first is downloaded
-    for name in names:
-        dataset, place, downloaded = datasets.fetch(name, say)
-        what = f"{len(dataset.y):,} examples of {len(dataset.classes)} classes"
-        where = f"{'downloaded to' if downloaded else 'already in'} {place}" if place else "in the package"
-        say(f"{name}: {what}, checked; {where}")
+    known = {name: datasets.find(name) for name in names}  # all names are checked before the first is downloaded
+    for name in known:
+        dataset, downloaded = datasets.fetch(name, say)
+        where = f"{'downloaded to' if downloaded else 'already in'} {datasets.state_of(name).place or 'the package'}"
+        say(f"{name}: {len(dataset.y):,} examples of {len(dataset.classes)} classes, checked; {where}")
 
 
 @data_app.command()
@@ -62,9 +52,7 @@ def show(
     file: File = None,
     given: dict[str, Any] = {},  # noqa: B006 (never written into)
     setting: Setting = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The figure: .png, .pdf or .svg (default: federation-….png).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The figure: .png, .pdf, .svg (default: federation-….png).")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a split: clients x classes as a table and a figure, and how heterogeneous the clients are.
@@ -76,24 +64,21 @@ def show(
     from pfedla.core.files import safe_name
     from pfedla.data.federation import build_federation
     from pfedla.report.figures import FORMATS, draw_federation
-    from pfedla.report.tables import federation_table, statistics_line
-    from pfedla.report.tables import where as federation_name
+    from pfedla.report.tables import federation_table, statistics_line, where
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.folder import describe_federation
     from pfedla.runs.overrides import gather
 
-    if out is not None and out.suffix.lower() not in FORMATS:
+    if out and out.suffix.lower() not in FORMATS:
         raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")
     experiment = Experiment.parse(gather(file, given, setting or []))
     data, federation = build_federation(experiment.data, experiment.seed)
     described = describe_federation(federation)
-    stem = safe_name(Path(data.dataset).stem)
-    name = f"{federation_name(data.model_dump() | described)}, seed {experiment.seed}"
-    default = Path(f"federation-{stem}-{data.split_name}-s{experiment.seed}.png")
-    path = draw_federation(described, name, out or default)
+    name = f"{where(data.model_dump() | described)}, seed {experiment.seed}"
+    split = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    path = draw_federation(described, name, out or Path(f"federation-{split}.png"))
     if as_json:
         print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
         return
     out_console.print(federation_table(described, name))
-    say(statistics_line(described))
-    say(f"figure: {path}")
+    say(f"{statistics_line(described)}\nfigure: {path}")

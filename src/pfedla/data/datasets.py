@@ -1,5 +1,11 @@
-"""The data sets of catalogue.toml and their loaders. Training and test images are pooled, as in the paper."""
+"""The data sets of catalogue.toml: where their files come from, and how they are loaded.
 
+Training and test images are pooled, as in the paper.
+"""
+
+import os
+import shutil
+import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,12 +13,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import platformdirs
 from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
+from pfedla.core.files import sha256
 from pfedla.data.dataset import Array, Dataset, pixel_statistics
 from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
-from pfedla.data.sources import Source, download
+
+
+class Source(BaseModel, frozen=True):
+    """The files of a data set, where they are and how to get them."""
+
+    folder: str  # below the data directory
+    files: tuple[str, ...]  # what the loader reads; a .gz may also be there unpacked
+    md5: dict[str, str]  # of the downloads, as published: the files themselves, or an archive
+    hosts: tuple[str, ...]  # tried in this order
+    megabytes: int  # to download
+    members: tuple[str, ...] = ()  # the files to take out of the archive; empty: the downloads are the files
+    sha256: dict[str, str] = {}  # of the members, where published
+    elsewhere: Path | None = None  # where a distribution's package puts the files
+
+    @property
+    def home(self) -> Path:
+        return data_directory() / self.folder
+
+    def find(self, place: Path) -> dict[str, Path]:
+        """Return which files are in a folder, packed or unpacked; an empty one does not count."""
+        paths = [(name, place / file) for name in self.files for file in (name.removesuffix(".gz"), name)]
+        return {name: path for name, path in paths if path.is_file() and path.stat().st_size}
+
+    def lacking(self) -> str:
+        return ", ".join(name for name in self.files if name not in self.find(self.home))
 
 
 class Known(BaseModel, frozen=True):
@@ -23,7 +55,7 @@ class Known(BaseModel, frozen=True):
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     lr: float
-    mean: tuple[float, ...] = ()  # empty: those of the training images
+    mean: tuple[float, ...] = ()  # as a share of 255; empty: those of the training images
     std: tuple[float, ...] = ()
     split: str = ""  # of EMNIST
     samples_per_client: int | None = None  # None: as many as the partition allows
@@ -40,13 +72,10 @@ def _read_catalogue() -> dict[str, Known]:
     known = {}
     for name, own in catalogue.items():
         entry: dict[str, Any] = catalogue.get(own.get("like"), {}) | own
-        if isinstance(entry["classes"], str):
-            entry["classes"] = entry["classes"].split()
         if source := entry.get("source"):
-            members = source.get("members", [*source.get("sha256", {})])
             start = f"emnist-{entry['split']}-" if "split" in entry else ""
-            files = [file for file in members or source["md5"] if file.startswith(start)]
-            entry["source"] = source | {"files": files, "members": members}
+            files = [file for file in source.get("members", source["md5"]) if file.startswith(start)]
+            entry["source"] = source | {"files": files}
         known[name] = Known(**entry)
     return known
 
@@ -60,80 +89,13 @@ def find(name: str) -> Known:
     return KNOWN[name]
 
 
-def load(name: str) -> Dataset:
-    """Load a data set by its name, or a file that ends in .npz."""
-    if name.endswith(".npz"):
-        return load_arrays(Path(name))
-    known = find(name)
-    if subset := _find_subset(known):
-        dataset = load_arrays(subset)
-        labels = {str(number): label for number, label in enumerate(known.classes)}
-        if labels.keys() >= {*dataset.classes}:
-            dataset = replace(dataset, classes=tuple(labels[number] for number in dataset.classes))
-        return replace(dataset, name=name, subset=str(subset))
-    x, y, num_training = READERS[known.format](known, known.source.require(name) if known.source else [])
-    mean, std = (known.mean, known.std) if known.mean else pixel_statistics(x[:num_training])
-    if known.mean and known.source:  # the catalogue has them as shares of 255
-        mean, std = (tuple(255 * value for value in values) for values in (mean, std))
-    return Dataset(name=name, x=x, y=y, classes=known.classes, mean=mean, std=std)
-
-
-def _find_subset(known: Known) -> Path | None:
-    """Find a user's part of an EMNIST split (letters.npz); it is read while the official files are not there."""
-    if known.source is None or not known.split or known.source.place() is not None:
-        return None
-    subset = known.source.home / f"{known.split}.npz"
-    return subset if subset.is_file() else None
-
-
-# Readers: images, labels, and how many of them are the official training images
-
-
-def _read_digits(known: Known, paths: list[Path]) -> tuple[Array, Array, int]:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64), len(bunch.target)
-
-
-def _read_idx(known: Known, paths: list[Path]) -> tuple[Array, Array, int]:
-    """Read MNIST, or a set in its format."""
-    first = 1 if known.split == "letters" else 0
-    train, test = (read_idx_pair(paths[part], paths[part + 1], len(known.classes), first) for part in (0, 2))
-    x, y = (np.concatenate(pair) for pair in zip(train, test, strict=True))
-    x = x.transpose(0, 2, 1) if known.split else x  # EMNIST's images are transposed in its files
-    return np.ascontiguousarray(x)[:, None], y, len(train[1])
-
-
-def _read_cifar(known: Known, paths: list[Path]) -> tuple[Array, Array, int]:
-    """Read CIFAR-10, or CIFAR-100 with its fine labels."""
-    parts, num_labels = ((5, 1), (20, 100)) if len(known.classes) == 100 else ((1, 1, 1, 1, 1, 1), (10,))
-    labels, x = read_cifar(paths, parts, num_labels, known.source.sha256 if known.source else {})
-    return x, labels[:, -1], len(x)
-
-
-READERS = {"embedded": _read_digits, "idx": _read_idx, "cifar": _read_cifar}
-
-
-# What is here, and how to get the rest
-
-
-def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, Path | None, bool]:
-    """Download a data set unless it is here and whole; return it, its folder, whether it was downloaded."""
-    source = find(name).source
-    if source is None:
-        return load(name), None, False
-    if place := source.place():
-        try:
-            return load(name), place, False
-        except PfedlaError as damage:
-            on_damage(str(damage))
-    download(name, source)
-    return load(name), source.place(), True
+def data_directory() -> Path:
+    """Return PFEDLA_DATA_DIR, or the user's cache."""
+    return Path(os.environ.get("PFEDLA_DATA_DIR") or platformdirs.user_cache_dir("pfedla"))
 
 
 class State(NamedTuple):
-    """Whether a data set is here, where, and in words."""
+    """Whether a data set is here, where (a folder, or a user's part of an EMNIST split: letters.npz), and in words."""
 
     here: bool
     place: Path | None
@@ -141,14 +103,106 @@ class State(NamedTuple):
 
 
 def state_of(name: str) -> State:
-    source = find(name).source
-    if source is None:
+    known = find(name)
+    if not (source := known.source):
         return State(True, None, says="yes, in the package")
-    if place := source.place():
-        return State(True, place, says=f"yes, {source.folder if place == source.home else place}")
-    if subset := _find_subset(find(name)):
+    for place in (source.home, source.elsewhere or source.home):
+        if len(source.find(place)) == len(source.files):
+            return State(True, place, says=f"yes, {source.folder if place == source.home else place}")
+    if known.split and (subset := source.home / f"{known.split}.npz").is_file():
         return State(True, subset, says=f"a subset, {source.folder}/{subset.name}")
-    lacking = source.missing(source.home)
-    if len(lacking) < len(source.files):
-        return State(False, None, says=f"incomplete, {source.folder} lacks {', '.join(lacking)}")
+    if source.find(source.home):
+        return State(False, None, says=f"incomplete, {source.folder} lacks {source.lacking()}")
     return State(False, None, says=f"no ({source.megabytes} MB)")
+
+
+def load(name: str) -> Dataset:
+    """Load a data set by its name, or a file that ends in .npz."""
+    if name.endswith(".npz"):
+        return load_arrays(Path(name))
+    known, (here, place, _) = find(name), state_of(name)
+    if known.source and not here:
+        lacking = f"{known.source.home} lacks {known.source.lacking()}"
+        raise PfedlaError(f"{lacking}; `pfedla data fetch {name}` downloads {known.source.megabytes} MB")
+    if place and place.suffix == ".npz":
+        dataset = load_arrays(place)
+        labels = {str(number): label for number, label in enumerate(known.classes)}
+        if labels.keys() >= {*dataset.classes}:
+            dataset = replace(dataset, classes=tuple(labels[number] for number in dataset.classes))
+        return replace(dataset, name=name, subset=str(place))
+    x, y, num_training = _read(known, place or Path())
+    mean, std = (tuple(255 * value for value in values) for values in (known.mean, known.std))
+    if not mean:
+        mean, std = pixel_statistics(x[:num_training])
+    return Dataset(name=name, x=x, y=y, classes=known.classes, mean=mean, std=std)
+
+
+def _read(known: Known, place: Path) -> tuple[Array, Array, int]:
+    """Return images, labels, and how many of them are the official training images."""
+    if known.source is None:
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64), len(bunch.target)
+    paths = [*known.source.find(place).values()]
+    if known.format == "cifar":  # of CIFAR-100 the fine labels
+        parts, num_labels = ((5, 1), (20, 100)) if len(known.classes) == 100 else ((1, 1, 1, 1, 1, 1), (10,))
+        labels, x = read_cifar(paths, parts, num_labels, known.source.sha256)
+        return x, labels[:, -1], len(x)
+    first = 1 if known.split == "letters" else 0
+    train, test = (read_idx_pair(paths[part], paths[part + 1], len(known.classes), first) for part in (0, 2))
+    x, y = (np.concatenate(pair) for pair in zip(train, test, strict=True))
+    x = x.transpose(0, 2, 1) if known.split else x  # EMNIST's images are transposed in its files
+    return np.ascontiguousarray(x)[:, None], y, len(train[1])
+
+
+def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:
+    """Download a data set unless it is here and whole; return it, and whether it was downloaded."""
+    source, place = find(name).source, state_of(name).place
+    if source is None:
+        return load(name), False
+    if place and place.is_dir():
+        try:
+            return load(name), False
+        except PfedlaError as damage:
+            on_damage(str(damage))
+    folder = data_directory() if source.members else source.home
+    for file in source.md5:
+        was_there = (folder / file).exists()
+        path = _retrieve(name, source, file, folder)
+        if source.members:
+            unpack(path, source)
+            if not was_there:
+                path.unlink()
+    return load(name), True
+
+
+def _retrieve(name: str, source: Source, file: str, folder: Path) -> Path:
+    import pooch
+
+    pooch.get_logger().setLevel("WARNING")
+    folder.mkdir(parents=True, exist_ok=True)
+    reasons = []
+    for url in (host + file for host in source.hosts):
+        try:
+            return Path(pooch.retrieve(url, f"md5:{source.md5[file]}", fname=file, path=folder, progressbar=True))
+        except Exception as error:  # pooch passes on whatever the network raised
+            wrong = isinstance(error, ValueError) and "hash" in str(error)
+            reasons.append(f"{url}: {'not the published checksum' if wrong else type(error).__name__}")
+    instead = f", or put {', '.join(source.files)} into {source.home}" if source.members else ""
+    failed = f"{name} could not be downloaded ({'; '.join(reasons)})"
+    raise PfedlaError(f"{failed}: put it, whole, at {folder / file} and run this again{instead}")
+
+
+def unpack(archive: Path, source: Source) -> None:
+    """Take the named files out of an archive, whose MD5 was checked, into a flat folder: all of them or none."""
+    source.home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=source.home, prefix=".unpacking-") as scratch:
+        # The filter refuses links and paths that leave the folder; of zip files shutil skips them in any case.
+        shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
+        found = {path.name: path for path in Path(scratch).rglob("*") if path.is_file()}
+        for name in source.members:
+            if name not in found or source.sha256.get(name) not in (None, sha256(found[name])):
+                raise PfedlaError(f"{archive} is not used: {name} is not in it, or not with the published checksum")
+        for name in source.members:
+            found[name].replace(source.home / name)

@@ -17,13 +17,11 @@ from pfedla.core.settings import AUTO, Auto
 from pfedla.data import datasets
 from pfedla.data.dataset import Array, Dataset, dataset_of
 from pfedla.data.partition import leaked_share, split_dataset
-from pfedla.data.recipe import Data, limit_classes, resolve
+from pfedla.data.recipe import Data, resolve
 
 
 class Examples(NamedTuple):
-    """Images stay uint8 here."""
-
-    x: Tensor
+    x: Tensor  # images stay uint8
     y: Tensor
 
 
@@ -82,9 +80,8 @@ class Federation(Outline):
         super().__init__(tuple(self.train[0].x.shape[1:]), classes, num_examples, **known)
         for name, own, held_out in zip(self.names, self.train, self.test, strict=True):
             if not len(own.y) or not len(held_out.y):
-                raise PfedlaError(
-                    f"client {name} has {len(own.y)} training, {len(held_out.y)} test examples: it needs both"
-                )
+                has = f"{len(own.y)} training, {len(held_out.y)} test examples"
+                raise PfedlaError(f"client {name} has {has}: it needs both")
 
     def __repr__(self) -> str:
         sizes = f"{self.num_examples.min()}-{self.num_examples.max()} training examples"
@@ -94,9 +91,12 @@ class Federation(Outline):
         """Return some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
         names = tuple(self.names[client] for client in clients)
-        leaked = _leaked_share_among(train, test) if self.leaked_share else 0.0
-        known = {"mean": self.mean, "std": self.std, "subset": self.subset}
-        return Federation(train, test, self.classes, **known, names=names, leaked_share=leaked)
+        known: dict[str, Any] = {"mean": self.mean, "std": self.std, "subset": self.subset, "names": names}
+        if self.leaked_share:  # by their content, as their positions in the data set are not kept
+            known["leaked_share"] = leaked_share(
+                *([map(bytes, one.x.numpy()) for one in part] for part in (train, test))
+            )
+        return Federation(train, test, self.classes, **known)
 
     def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
         """Return the clients that take part in a run, and the others: at least one and never all."""
@@ -110,7 +110,7 @@ class Federation(Outline):
         return self.only(seen), self.only(unseen)
 
     def fingerprint(self) -> str:
-        return self.fingerprint_of(digest_of(*pair) for pair in zip(self.train, self.test, strict=True))
+        return self.fingerprint_of(map(digest_of, self.train, self.test))
 
     def class_counts(self) -> Array:
         parts, length = zip(self.train, self.test, strict=True), len(self.classes)
@@ -122,16 +122,9 @@ def digest_of(train: Examples, test: Examples) -> str:
     digest = hashlib.sha256()
     for x, y in (train, test):
         digest.update(repr((x.dtype, tuple(x.shape))).encode())
-        for part in (x, y):
-            digest.update(part.contiguous().numpy().data)
+        digest.update(x.contiguous().numpy().data)
+        digest.update(y.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def _leaked_share_among(train: Sequence[Examples], test: Sequence[Examples]) -> float:
-    """Return the share of the test examples that train one of these clients; no client trains on its own."""
-    trained = {row.tobytes() for part in train for row in part.x.flatten(1).numpy()}
-    tested = [row.tobytes() in trained for part in test for row in part.x.flatten(1).numpy()]
-    return sum(tested) / max(1, len(tested))
 
 
 def federation_of(
@@ -156,23 +149,12 @@ def federation_of(
 def federation_of_one(dataset: Dataset, name: str, seed: int, test_share: float | Auto = AUTO) -> Federation:
     """Make a federation of one client that owns all examples of `dataset`."""
     one = replace(dataset, client=np.zeros(len(dataset.y), np.int64), client_names=(name,))
-    return _split(one, resolve(Data(partition="client", test_share=test_share), one), seed)
+    return build_federation(Data(dataset="arrays", partition="client", test_share=test_share), seed, one)[1]
 
 
 def build_federation(data: Data, seed: int, dataset: Dataset | None = None) -> tuple[Data, Federation]:
     """Return the section with every "auto" resolved, and the federation that it describes."""
-    dataset = limit_classes(data, dataset or datasets.load(data.dataset))
-    data = resolve(data, dataset)
-    federation = _split(dataset, data, seed)
-    updates: dict[str, Any] = {}
-    if data.partition != "client":
-        updates["samples_per_client"] = int(federation.class_counts().sum()) // len(federation)
-    if data.dataset.endswith(".npz"):
-        updates["dataset"] = str(Path(data.dataset).resolve())  # a run folder may be used from elsewhere
-    return data.model_copy(update=updates), federation
-
-
-def _split(dataset: Dataset, data: Data, seed: int) -> Federation:
+    data, dataset = resolve(data, dataset or datasets.load(data.dataset))
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
     split = split_dataset(dataset, data, np.random.default_rng(derive_seed(seed, "partition")))
@@ -180,4 +162,10 @@ def _split(dataset: Dataset, data: Data, seed: int) -> Federation:
     train, test = ([Examples(torch.from_numpy(x), torch.from_numpy(y)) for x, y in part] for part in pairs)
     names = dataset.client_names if data.partition == "client" else ()
     known = {"mean": dataset.mean, "std": dataset.std, "subset": dataset.subset}
-    return Federation(train, test, dataset.classes, **known, names=names, leaked_share=leaked_share(split))
+    federation = Federation(train, test, dataset.classes, **known, names=names, leaked_share=leaked_share(*split))
+    updates: dict[str, Any] = {}
+    if data.partition != "client":
+        updates["samples_per_client"] = sum(map(len, split[0] + split[1])) // len(federation)
+    if data.dataset.endswith(".npz"):
+        updates["dataset"] = str(Path(data.dataset).resolve())  # a run folder may be used from elsewhere
+    return data.model_copy(update=updates), federation

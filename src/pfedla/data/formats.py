@@ -4,7 +4,6 @@ Nothing is unpickled, and nothing is allocated that the file does not hold.
 """
 
 import gzip
-import hashlib
 import math
 import struct
 import zipfile
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import check_size, read_plain_array
+from pfedla.core.files import check_size, read_plain_array, sha256
 from pfedla.data.dataset import Array, Dataset, dataset_of
 
 LARGEST_ARRAY = 2**33  # bytes
@@ -74,19 +73,18 @@ def _check(path: Path, whole: bool, problem: str) -> None:
 
 def read_idx(path: Path) -> Array:
     """Read an IDX file of unsigned bytes, gzipped or not."""
+    opened, inflation = (gzip.open, INFLATION) if path.suffix == ".gz" else (open, 1)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
-            _check(path, zeros == 0 and kind == 8 and 1 <= dimensions <= 4, "not an IDX file of unsigned bytes")
-            shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
-            expected = math.prod(shape)
-            possible = path.stat().st_size * (INFLATION if path.suffix == ".gz" else 1)
-            _check(path, expected <= min(possible, LARGEST_FILE), f"claims {expected} bytes, more than there can be")
-            content = file.read(expected + 1)
+        with opened(path, "rb") as file:
+            content = file.read(min(path.stat().st_size * inflation, LARGEST_FILE) + 1)
+        zeros, kind, dimensions = struct.unpack_from(">HBB", content)
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
     except (struct.error, EOFError, OSError, zlib.error) as error:
         raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it again") from error
-    _check(path, len(content) == expected, f"{len(content)} bytes, its header says {expected}")
-    return np.frombuffer(content, np.uint8).reshape(shape)
+    _check(path, zeros == 0 and kind == 8 and 1 <= dimensions <= 4, "not an IDX file of unsigned bytes")
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
+    _check(path, len(values) == math.prod(shape), f"{len(values)} bytes, its header says {shape}")
+    return values.reshape(shape)
 
 
 def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) -> tuple[Array, Array]:
@@ -94,9 +92,9 @@ def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) 
     x, y = read_idx(images), read_idx(labels)
     _check(images, x.shape[1:] == (28, 28) and len(x) > 0, f"an array of shape {x.shape}, not images of 28x28")
     _check(labels, y.shape == (len(x),), f"an array of shape {y.shape} for {len(x)} images")
-    last = first + num_classes - 1
-    _check(labels, first <= y.min() and y.max() <= last, f"labels {y.min()}..{y.max()}, not {first}..{last}")
-    return x, y.astype(np.int64) - first
+    y = y.astype(np.int64) - first
+    _check(labels, y.min() >= 0 and y.max() < num_classes, f"labels {y.min()}..{y.max()} of {num_classes} classes")
+    return x, y
 
 
 def read_cifar(
@@ -107,19 +105,17 @@ def read_cifar(
     The format has no header, so this checks whole records, labels in range, the sizes of the files to one
     another (`parts`), and for files of the published size the SHA-256.
     """
-    kinds, record = len(num_labels), len(num_labels) + math.prod(CIFAR_IMAGE)
-    sizes = [path.stat().st_size for path in files]
-    for path, size in zip(files, sizes, strict=True):
+    kinds, pieces = len(num_labels), []
+    for path in files:
+        size, record = path.stat().st_size, kinds + math.prod(CIFAR_IMAGE)
         whole = 0 < size <= LARGEST_FILE and size % record == 0
         _check(path, whole, f"{size} bytes are not whole records of CIFAR's binary version")
-    unit = max(size // record // part for size, part in zip(sizes, parts, strict=True))  # damage makes a file shorter
-    pieces = []
-    for path, part in zip(files, parts, strict=True):
-        records = np.fromfile(path, np.uint8).reshape(-1, record)
-        _check(path, len(records) == part * unit, f"{len(records)} images instead of {part * unit}")
-        published = unit != CIFAR_BATCH or hashlib.sha256(records.data).hexdigest() == digests[path.name]
+        pieces.append(np.fromfile(path, np.uint8).reshape(-1, record))
+    unit = max(len(piece) // part for piece, part in zip(pieces, parts, strict=True))  # damage makes a file shorter
+    for path, part, piece in zip(files, parts, pieces, strict=True):
+        _check(path, len(piece) == part * unit, f"{len(piece)} images instead of {part * unit}")
+        published = unit != CIFAR_BATCH or sha256(path) == digests[path.name]
         _check(path, published, "its checksum is not the published one")
-        _check(path, bool((records[:, :kinds] < num_labels).all()), "labels out of range")
-        pieces.append(records)
-    labels = np.concatenate([records[:, :kinds] for records in pieces]).astype(np.int64)
-    return labels, np.concatenate([records[:, kinds:] for records in pieces]).reshape(-1, *CIFAR_IMAGE)
+        _check(path, bool((piece[:, :kinds] < num_labels).all()), "labels out of range")
+    records = np.concatenate(pieces)
+    return records[:, :kinds].astype(np.int64), records[:, kinds:].reshape(-1, *CIFAR_IMAGE)

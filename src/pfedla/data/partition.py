@@ -1,56 +1,58 @@
-"""Labels to clients: draw as many examples of each class as a rule (rules.py) gives every client.
+"""Labels to clients: how many examples of each class every client gets (a rule), and which ones.
 
 Clients are disjoint unless asked otherwise. Training and test examples of a client have the same distribution
 (per class within one, totals exact). An axis [2] is training, test.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.settings import AUTO
 from pfedla.data.dataset import Array, Dataset
-from pfedla.data.recipe import Data, require
-from pfedla.data.rules import DEALT, Rule, round_table, rule_of
+from pfedla.data.recipe import Data
 
 LARGEST = 2**33  # bytes of all clients' examples
+FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is repeated
+DRAWS = 1000
+EPSILON = 1e-6
+DEALT = ("iid", "shards", "dirichlet")
+Random = np.random.Generator
+Split = list[list[Array]]  # [2, clients]: positions in the data set
+Count = Callable[[int], Array]  # samples per client -> examples [clients, classes]
 
 
-class Split(NamedTuple):
-    """For training and for test: positions in the data set, per client."""
-
-    train: list[Array]
-    test: list[Array]
-
-
-def split_dataset(dataset: Dataset, data: Data, rng: np.random.Generator) -> Split:
+def split_dataset(dataset: Dataset, data: Data, rng: Random) -> Split:
     """Split a data set into clients; `data` is resolved."""
     if data.partition == "client":
         return _split_by_client(dataset, data, rng)
-    rule, clients, wanted = rule_of(dataset, data, rng), require(data.clients), data.samples_per_client
-    samples = _find_largest(dataset, rule, data) if wanted == AUTO else wanted
-    size = clients * min(samples, len(dataset.y)) * dataset.x[:1].nbytes
-    if data.overlapping and size > LARGEST:  # disjoint clients hold the data set once among them
-        raise PfedlaError(f"samples_per_client = {samples}: {clients} overlapping clients take {size >> 30} GiB")
-    quotas = quotas_of(rule.examples(samples), require(data.test_share))
-    if not _has_every_class(data, quotas):
-        why = f"; {_name_scarcest(dataset, rule)}" if wanted == AUTO else ""
-        raise PfedlaError(f"samples_per_client = {samples} is too few for all classes of a client{why}")
+    count, demand = choose_rule(dataset, data, rng)
+    if data.samples_per_client == AUTO:
+        quotas = _find_largest(dataset, data, count, demand)
+    else:
+        quotas = quotas_of(count(data.samples_per_client), data)
+        if not _has_every_class(quotas, data):
+            raise PfedlaError(f"samples_per_client = {data.samples_per_client} is too few for all classes of a client")
     if not data.overlapping:
         return draw(dataset, quotas, rng)
-    alone = [draw(dataset, quotas[:, client : client + 1], rng) for client in range(clients)]
-    return Split([split.train[0] for split in alone], [split.test[0] for split in alone])
+    if (size := int(quotas.sum()) * dataset.x[:1].nbytes) > LARGEST:
+        raise PfedlaError(f"samples_per_client: {data.clients} overlapping clients take {size >> 30} GiB")
+    alone = [draw(dataset, quotas[:, [client]], rng) for client in range(int(data.clients))]
+    return [[split[part][0] for split in alone] for part in (0, 1)]
 
 
-def quotas_of(examples: Array, test_share: float) -> Array:
+def quotas_of(examples: Array, data: Data) -> Array:
     """Divide [clients, classes] into [2, clients, classes]: totals of clients exact, of classes within one."""
-    totals = np.round(examples.sum(1) * test_share).astype(np.int64)
-    test = round_table(examples * test_share, totals)
+    exact, totals = examples * float(data.test_share), np.round(examples.sum(1) * float(data.test_share))
+    test = round_table(exact, totals.astype(np.int64))
     return np.stack([examples - test, test])
 
 
-def _has_every_class(data: Data, quotas: Array) -> bool:
+def _has_every_class(quotas: Array, data: Data) -> bool:
     """Tell whether a rule about classes lost none to rounding."""
     held = quotas.any(0)
     if data.partition in DEALT or data.partition == "dominant":
@@ -58,73 +60,231 @@ def _has_every_class(data: Data, quotas: Array) -> bool:
     return bool((held.sum(1) == data.classes_per_client).all() and quotas[:, held].all())
 
 
-def _count(dataset: Dataset) -> Array:
-    """Count the examples of each class [1, classes]; with a ready test split [2, classes]."""
+def _find_largest(dataset: Dataset, data: Data, count: Count, demand: Array) -> Array:
+    """Find the largest quotas that the classes (and the parts of a ready test split) allow."""
     parts = [...] if dataset.test is None else [~dataset.test, dataset.test]
-    return np.stack([np.bincount(dataset.y[part], minlength=len(dataset.classes)) for part in parts])
-
-
-def _find_largest(dataset: Dataset, rule: Rule, data: Data) -> int:
-    """Find the most examples per client that the classes (and the parts of a ready test split) allow."""
-    available, asked, test_share = _count(dataset), rule.demand > 0, require(data.test_share)
-    bounds = [available.sum(0)[asked] / rule.demand[asked]]
-    if len(available) == 2:  # rounding moves at most two examples of a class per client
-        shares = np.array([[1 - test_share], [test_share]])
-        bounds.extend((available[:, asked] + 2 * require(data.clients)) / (shares * rule.demand[asked]))
-    most = int(np.min(bounds) + 1e-9) if len(available) == 1 or available.all() else 0
+    available = np.stack([np.bincount(dataset.y[part], minlength=len(dataset.classes)) for part in parts])
+    demand = np.where(demand > 0, demand, np.nan)  # classes that nobody asks for are no bound
+    # Of a ready test split each part is a bound too; rounding moves at most two examples of a class per client.
+    shares = np.array([[1 - float(data.test_share)], [float(data.test_share)]])
+    bounds = [*((available + 2 * int(data.clients)) / (shares * demand)), available.sum(0) / demand]
+    most = int(np.nanmin(bounds) + 1e-9) if available.all() else 0
     for samples in range(most, 0, -1):
-        quotas = quotas_of(rule.examples(samples), test_share)
+        quotas = quotas_of(count(samples), data)
         needed = quotas.max(1) if data.overlapping else quotas.sum(1)
         if ((needed if len(available) == 2 else needed.sum(0)) <= available).all():
-            return samples
-    raise PfedlaError(f"samples_per_client: {_name_scarcest(dataset, rule)}")
+            if _has_every_class(quotas, data):
+                return quotas
+            break
+    scarce = int(np.nanargmin(available.min(0) / demand))
+    few = f"class {dataset.classes[scarce]!r} of {dataset.name} has only {available[:, scarce].tolist()} examples"
+    raise PfedlaError(f"samples_per_client: {few}; use fewer clients or give more examples")
 
 
-def _name_scarcest(dataset: Dataset, rule: Rule) -> str:
-    """Name the class that limits the number of samples, by its rarer part if there is a ready test split."""
-    rarest = _count(dataset).min(0)
-    label = int(np.argmin(np.where(rule.demand > 0, rarest / np.maximum(rule.demand, 1e-9), np.inf)))
-    part = "" if dataset.test is None else " for training or for test"
-    few = f"class {dataset.classes[label]!r} of {dataset.name} has only {rarest[label]} examples{part}"
-    return f"{few}; use fewer clients or give more examples"
-
-
-def draw(dataset: Dataset, quotas: Array, rng: np.random.Generator) -> Split:
+def draw(dataset: Dataset, quotas: Array, rng: Random) -> Split:
     """Draw random examples by quota [2, clients, classes], disjoint; test examples come from a ready test split."""
-    pools: list[tuple[Array, Array]] = []  # per class: candidates for training, for test
-    for label, (name, needs) in enumerate(zip(dataset.classes, quotas.sum(1).T, strict=True)):
-        rows = rng.permutation(np.flatnonzero(dataset.y == label))
+    clients = quotas.shape[1]
+    owners = np.full((2, len(dataset.y)), clients)  # nobody's, until drawn
+    for label, quota in enumerate(np.moveaxis(quotas, 2, 0)):
+        rows, needs = rng.permutation(np.flatnonzero(dataset.y == label)), quota.sum(1)
         ready = np.arange(len(rows)) < needs[1] if dataset.test is None else dataset.test[rows]
-        pools.append((rows[~ready], rows[ready]))
-        if (needs > [len(part) for part in pools[-1]]).any():
-            what = f"class {name!r} has {len(rows)} examples, the partition needs {needs[0]} + {needs[1]} for test"
-            raise PfedlaError(f"{what}; use fewer clients or a smaller samples_per_client")
-    split = Split([], [])
-    for which, (part, ends) in enumerate(zip(split, np.cumsum(quotas, axis=1), strict=True)):
-        for begin, end in zip(ends - quotas[which], ends, strict=True):
-            picked = [pool[which][first:last] for pool, first, last in zip(pools, begin, end, strict=True)]
-            part.append(np.sort(np.concatenate(picked)))
-    return split
+        for part, pool in enumerate((rows[~ready], rows[ready])):
+            if needs[part] > len(pool):
+                needed = f"{len(rows)} examples, the partition needs {needs[0]} + {needs[1]} for test"
+                advice = "use fewer clients or a smaller samples_per_client"
+                raise PfedlaError(f"class {dataset.classes[label]!r} has {needed}; {advice}")
+            owners[part, pool[: needs[part]]] = np.repeat(np.arange(clients), quota[part])
+    return [_group(owner, clients) for owner in owners]
 
 
-def _split_by_client(dataset: Dataset, data: Data, rng: np.random.Generator) -> Split:
+def _group(owner: Array, clients: int) -> list[Array]:
+    """Return the positions of each client's examples: one sort instead of a search for each client."""
+    ends = np.bincount(owner, minlength=clients).cumsum()
+    return np.split(np.argsort(owner, kind="stable"), ends)[:clients]
+
+
+def _split_by_client(dataset: Dataset, data: Data, rng: Random) -> Split:
     """Split by the owners that the data name; the test split is theirs, or drawn per class."""
     assert dataset.client is not None  # `resolve` has seen it
-    examples = np.zeros((len(dataset.client_names), len(dataset.classes)), np.int64)
-    np.add.at(examples, (dataset.client, dataset.y), 1)
-    # One sort instead of a search for each client.
-    own_rows = np.split(np.argsort(dataset.client, kind="stable"), np.cumsum(examples.sum(1))[:-1])
+    own_rows = _group(dataset.client, len(dataset.client_names))
     if dataset.test is not None:
         test = [rows[dataset.test[rows]] for rows in own_rows]
     else:
+        examples = np.stack([np.bincount(dataset.y[rows], minlength=len(dataset.classes)) for rows in own_rows])
         test = []
-        for rows, quota in zip(own_rows, quotas_of(examples, require(data.test_share))[1], strict=True):
+        for rows, quota in zip(own_rows, quotas_of(examples, data)[1], strict=True):
             picked = [rng.permutation(rows[dataset.y[rows] == label])[:count] for label, count in enumerate(quota)]
             test.append(np.sort(np.concatenate(picked)))
-    return Split([np.setdiff1d(rows, held_out) for rows, held_out in zip(own_rows, test, strict=True)], test)
+    return [list(map(np.setdiff1d, own_rows, test)), test]
 
 
-def leaked_share(split: Split) -> float:
-    """Return the share of the test examples that train another client; 0 unless clients overlap."""
-    tests = np.concatenate(split.test)
-    return float(np.isin(tests, np.concatenate(split.train)).mean()) if len(tests) else 0.0
+def leaked_share(train: Iterable[Iterable[Any]], test: Iterable[Iterable[Any]]) -> float:
+    """Return the share of the test examples that train a client; no client trains on its own test examples."""
+    trained = {*chain.from_iterable(train)}
+    tested = [example in trained for example in chain.from_iterable(test)]
+    return sum(tested) / max(1, len(tested))
+
+
+def split_statistics(counts: Array) -> dict[str, Any]:
+    """Return how heterogeneous the clients are; counts [clients, 2, classes]."""
+    totals = counts.sum(1)
+    shares = totals / totals.sum(1, keepdims=True)
+    logarithms = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
+    spreads = {
+        "training_examples": counts[:, 0].sum(1),
+        "test_examples": counts[:, 1].sum(1),
+        "classes_per_client": (totals > 0).sum(1),
+        "label_entropy_bits": -(shares * logarithms).sum(1) + 0.0,  # 0 for a single class, and not minus zero
+    }
+    found: dict[str, Any] = {}
+    for key, values in spreads.items():
+        found[key] = {"mean": float(values.mean()), "min": values.min().item(), "max": values.max().item()}
+    # The mean total variation distance between two clients: 0 same labels, 1 no class in common.
+    distance = sum(float(np.abs(shares[i + 1 :] - shares[i]).sum()) / 2 for i in range(len(shares)))
+    pairs = len(shares) * (len(shares) - 1) / 2
+    return found | {"mean_pairwise_distance": distance / max(1, pairs)}
+
+
+# The rules: the paper's non-IID_1 ("classes") and non-IID_2 ("dominant"), and other splits
+
+
+def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array]:
+    """Draw which client gets which class; also return how many of each class one sample per client takes [classes]."""
+    clients = int(data.clients)
+    if data.partition in DEALT:
+        available = np.bincount(dataset.y, minlength=len(dataset.classes))
+        seed = int(rng.integers(2**63))
+        return partial(_deal, data, available, seed), clients * available / available.sum()
+    shares = (_choose_dominant if data.partition == "dominant" else _choose_holders)(dataset, data, rng)
+    return lambda samples: round_table(samples * shares), shares.max(0) if data.overlapping else shares.sum(0)
+
+
+def _choose_holders(dataset: Dataset, data: Data, rng: Random) -> Array:
+    """Give each client a few classes, of all the same share [clients, classes]."""
+    clients, each, num_classes = int(data.clients), int(data.classes_per_client), len(dataset.classes)
+    if num_classes < (needed := {"chain": each + 1, "twins": 2 * each}.get(data.partition, each)):
+        raise PfedlaError(f"classes_per_client = {each} needs {needed} classes, {dataset.name} has {num_classes}")
+    if data.partition == "classes":
+        return assign_classes(clients, num_classes, each, rng) / each
+    holds = np.zeros((clients, num_classes), bool)
+    if data.partition == "twins":  # client 1 has the classes of client 0, 2 all but one of them, the others none
+        if clients < 4:
+            raise PfedlaError(f"clients = {clients}: partition 'twins' needs 4 (target, twin, similar, others) or more")
+        target, rest = np.split(rng.permutation(num_classes), [each])
+        holds[:2, target] = True
+        holds[2, target[1:]] = True
+        holds[3:, rest] = assign_classes(clients - 3, len(rest), each, rng)
+        holds[2, rest[holds[3:, rest].sum(0).argmin()]] = True  # the rarest of the other classes, for balance
+    else:  # Consecutive classes. In "toy" client 0 shares two with client 1, one with client 5, none with the others.
+        starts = np.arange(clients) * 3 // 2 if data.partition == "toy" else np.arange(clients)
+        np.put_along_axis(holds, (starts[:, None] + np.arange(each)) % num_classes, True, axis=1)
+    return holds / each
+
+
+def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: Random) -> Array:
+    """Draw distinct classes for each client [clients, classes], every class held equally often (±1)."""
+    each, extra = divmod(num_clients * per_client, num_classes)
+    left = np.full(num_classes, each)
+    left[rng.permutation(num_classes)[:extra]] += 1
+    holds = np.zeros((num_clients, num_classes), bool)
+    for client in range(num_clients):
+        # A class that as many clients need as remain must be taken now; the others are drawn by what is left.
+        holds[client] = left >= num_clients - client
+        weights = np.where(holds[client], 0, left)
+        if free := per_client - holds[client].sum():
+            holds[client, rng.choice(num_classes, size=free, replace=False, p=weights / weights.sum())] = True
+        left -= holds[client]
+    return holds
+
+
+def _choose_dominant(dataset: Dataset, data: Data, rng: Random) -> Array:
+    """All classes, of which a few random ones together make up `dominant_share`."""
+    num_classes, few, share = len(dataset.classes), int(data.dominant_classes), float(data.dominant_share)
+    if few >= num_classes or share <= few / num_classes:
+        what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
+        raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
+    holds = assign_classes(int(data.clients), num_classes, few, rng)
+    return np.where(holds, share / few, (1 - share) / (num_classes - few))
+
+
+def _deal(data: Data, available: Array, seed: int, samples: int) -> Array:
+    """Deal out a pool that has the data set's own shares of classes [clients, classes]."""
+    clients, there, rng = int(data.clients), int(available.sum()), np.random.default_rng(seed)
+    if (need := samples if data.overlapping else clients * samples) > there:
+        raise PfedlaError(f"samples_per_client = {samples}: needs {need} examples, there are {there}")
+    pool = round_shares(available, clients * samples)
+    if data.partition == "dirichlet":
+        return _deal_dirichlet(pool, samples, data, rng)
+    labels, owners = np.repeat(np.arange(len(pool)), pool), np.repeat(np.arange(clients), samples)
+    if data.partition == "iid":
+        labels = rng.permutation(labels)
+    else:  # sorted by class and cut into shards, of which every client gets a few at random (McMahan et al. 2017)
+        if (shards := int(data.shards_per_client)) > samples:
+            raise PfedlaError(f"shards_per_client = {shards}, but a client has only {samples} samples")
+        owner, position = np.divmod(rng.permutation(clients * shards), shards)
+        owners = np.repeat(owner, samples // shards + (position < samples % shards))
+    examples = np.zeros((clients, len(pool)), np.int64)
+    np.add.at(examples, (owners, labels), 1)
+    return examples
+
+
+def _deal_dirichlet(pool: Array, samples: int, data: Data, rng: Random) -> Array:
+    """Deal each class by shares drawn from Dirichlet(beta) (Yurochkin et al. 2019); `samples` is the mean size."""
+    fewest = max(2, min(FEWEST, samples // 2))
+    for _ in range(DRAWS):
+        shares = rng.dirichlet(np.full(int(data.clients), data.beta), size=len(pool))
+        examples = np.stack([round_shares(row, count) for row, count in zip(shares, pool, strict=True)], axis=1)
+        if examples.sum(1).min() >= fewest:
+            return examples
+    few = f"in {DRAWS} draws one of {data.clients} clients always had fewer than {fewest} examples"
+    raise PfedlaError(f"beta = {data.beta}: {few}; use a larger beta, fewer clients or more samples per client")
+
+
+def round_shares(shares: Array, total: int) -> Array:
+    """Round total * shares to whole numbers with the exact sum (largest remainders, ties to the first)."""
+    exact = total * shares / shares.sum()
+    counts: Array = np.floor(exact + 1e-9).astype(np.int64)
+    order = np.argsort(counts - exact, kind="stable")
+    counts[order[: total - counts.sum()]] += 1
+    return counts
+
+
+def round_table(exact: Array, totals: Array | None = None) -> Array:
+    """Round a table: its rows sum to `totals` (else to their own sums), its columns to theirs within one if possible.
+
+    Rounding row by row would favour the same columns in every row: of a hundred classes, some would never be tested.
+    """
+    sums = exact.sum(1)
+    totals = np.round(sums).astype(np.int64) if totals is None else totals
+    counts: Array = np.floor(exact + EPSILON).astype(np.int64)
+    movable = exact - counts > EPSILON  # may be rounded up
+    up = np.zeros_like(movable)
+    owed = np.zeros(exact.shape[1])  # what the columns did not get so far
+    for row, free in enumerate(movable):
+        owed += exact[row] * (totals[row] / sums[row] if sums[row] else 1) - counts[row]
+        chosen = np.argsort(np.where(free, -owed, np.inf), kind="stable")[: totals[row] - counts[row].sum()]
+        up[row, chosen] = True
+        owed[chosen] -= 1
+    while np.abs(owed).max() >= 1 - EPSILON:  # move a unit from a column with too much to one with too little
+        most, least, passes = int(owed.argmin()), int(owed.argmax()), up.T @ (movable & ~up)  # [from, to]
+        path = _find_path(most, passes, owed - owed[most]) or _find_path(least, passes.T, owed[least] - owed)[::-1]
+        if not path:  # there is one if the rows' sums are exact: it is a flow problem
+            break
+        for column, following in pairwise(path):
+            row = np.flatnonzero(up[:, column] & movable[:, following] & ~up[:, following])[0]
+            up[row, column], up[row, following] = False, True
+        owed[path[0]] += 1
+        owed[path[-1]] -= 1
+    return counts + up
+
+
+def _find_path(start: int, passes: Array, gap: Array) -> list[int]:
+    """Find the shortest path from a column to one that is more than a unit away."""
+    paths, seen = [[start]], {start}
+    for path in paths:
+        if gap[path[-1]] > 1 + EPSILON:
+            return path
+        following = [column for column in np.flatnonzero(passes[path[-1]]).tolist() if column not in seen]
+        seen.update(following)
+        paths += [[*path, column] for column in following]
+    return []

@@ -1,6 +1,6 @@
 """The [data] section: which data, and how they are split into clients."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,15 +12,18 @@ from pfedla.data.datasets import KNOWN
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
 TEST_SHARE = 0.3  # the paper's
 MOST_CELLS = 2**24  # clients times classes: the size of the tables
-TOY = {"clients": 6, "classes_per_client": 3, "classes_limit": 9}
-USED_BY = {
-    "classes_per_client": ("classes", "twins", "chain", "toy"),
-    "dominant_classes": ("dominant",),
-    "dominant_share": ("dominant",),
-    "beta": ("dirichlet",),
-    "shards_per_client": ("shards",),
+DEFAULTS: dict[str, dict[str, Any]] = {  # of what not all partitions use, or not alike
+    "classes": {"classes_per_client": 4},
+    "dominant": {"dominant_classes": 2, "dominant_share": 0.6},
+    "dirichlet": {"beta": 0.5},
+    "shards": {"shards_per_client": 2},
+    "iid": {},
+    "twins": {"clients": 8, "classes_per_client": 4},
+    "chain": {"clients": 8, "classes_per_client": 4},
+    "toy": {"clients": 6, "classes_per_client": 3, "classes_limit": 9},
+    "client": {},
 }
-T = TypeVar("T")
+MANY_CLASSES = {"classes": {"classes_per_client": 12}, "dominant": {"dominant_classes": 6}}  # of a hundred or more
 
 
 class Data(Section):
@@ -59,56 +62,40 @@ class Data(Section):
         return f"{self.partition}{'-overlapping' if self.overlapping else ''}"
 
 
-def require(value: T | Auto) -> T:
-    """Return a setting that `resolve` has decided."""
-    assert value != AUTO
-    return value
+def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
+    """Return the section with every "auto" decided that its partition uses, and the examples of the classes used.
 
-
-def limit_classes(data: Data, dataset: Dataset) -> Dataset:
-    """Return the examples of the classes that are used."""
-    known, there = KNOWN.get(data.dataset), len(dataset.classes)
-    usual = min(there, (known and known.classes_limit) or there)
-    default = TOY["classes_limit"] if data.partition == "toy" else usual
-    return dataset.keep_classes(default if data.classes_limit == AUTO else data.classes_limit)
-
-
-def resolve(data: Data, dataset: Dataset) -> Data:
-    """Return the section with every "auto" decided that its partition uses; refuse what would be ignored.
-
-    `samples_per_client` stays "auto" where the split takes as many examples as there are.
+    Refuse what would be ignored. `samples_per_client` stays "auto" if the split takes as many examples as there are.
     """
-    owners, num_classes, known = len(dataset.client_names), len(dataset.classes), KNOWN.get(data.dataset)
+    owners, known, there = len(dataset.client_names), KNOWN.get(data.dataset), len(dataset.classes)
     partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
-    if partition == "client" and not owners:
-        raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client' with the owner of each example")
-    fixed: dict[str, Any] = TOY if partition == "toy" else {}
+    fixed = DEFAULTS["toy"] if partition == "toy" else {}
     if partition == "client":
+        if not owners:
+            raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client', the owner of each example")
         fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
         fixed |= {} if dataset.test is None else {"test_share": AUTO}
-    defaults = {
-        "clients": 8 if partition in ("twins", "chain") else 10,
-        "classes_per_client": 12 if partition == "classes" and num_classes >= 100 else min(4, num_classes),
-        "dominant_classes": 6 if num_classes >= 100 else min(2, max(1, num_classes // 2)),
-        "dominant_share": 0.6,
-        "beta": 0.5,
-        "shards_per_client": 2,
-        "test_share": TEST_SHARE,
+    used = {
+        "clients": 10,
+        "classes_limit": min(there, (known and known.classes_limit) or there),
         "samples_per_client": (known and known.samples_per_client) or AUTO,
+        "test_share": TEST_SHARE,
+        **DEFAULTS[partition],
         **fixed,
     }
-    updates: dict[str, Any] = {}
-    for key, default in defaults.items():
-        value, users = getattr(data, key), USED_BY.get(key, (partition,))
-        if value != AUTO and partition not in users:
-            raise PfedlaError(f"{key} is only used by partition {', '.join(users)}, not by {partition}")
-        if value != AUTO and key in fixed and value != default:
+    given = {key: value for key, value in data if value != AUTO}
+    dataset = dataset.keep_classes(given.get("classes_limit", used["classes_limit"]))
+    num_classes = len(dataset.classes)
+    used |= MANY_CLASSES.get(partition, {}) if num_classes >= 100 else {}
+    most = {"classes_per_client": num_classes, "dominant_classes": max(1, num_classes // 2)}
+    used |= {key: min(used[key], most[key]) for key in used.keys() & most.keys()}
+    for key, value in given.items():
+        if key not in used and any(key in others for others in DEFAULTS.values()):
+            raise PfedlaError(f"{key} is not used by partition '{partition}'; leave it out")
+        if value != fixed.get(key, value):
             raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
-        if value == AUTO and partition in users:
-            updates[key] = default
-    resolved = data.model_copy(update={**updates, "partition": partition, "classes_limit": num_classes})
-    clients = require(resolved.clients)
-    if clients > len(dataset.y) or clients * num_classes > MOST_CELLS:
-        most = f"{len(dataset.y)} examples and {MOST_CELLS:,} clients times classes"
-        raise PfedlaError(f"clients = {clients} is too many for {dataset.name}: at most {most}")
-    return resolved
+    resolved = data.model_copy(update={**used, **given, "partition": partition, "classes_limit": num_classes})
+    if int(resolved.clients) > len(dataset.y) or int(resolved.clients) * num_classes > MOST_CELLS:
+        there_are = f"{len(dataset.y)} examples; clients times classes may be {MOST_CELLS:,}"
+        raise PfedlaError(f"clients = {resolved.clients} is too many: {dataset.name} has {there_are}")
+    return resolved, dataset

@@ -21,7 +21,7 @@ from pfedla import __version__
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, safe_name, write_text
 from pfedla.data.federation import Outline
-from pfedla.data.statistics import split_statistics
+from pfedla.data.partition import split_statistics
 from pfedla.report.reading import read_result, round_of
 from pfedla.runs.checkpoint import ALPHA, FORMAT, LINES, Checkpoints, RunState, check_same, differences
 from pfedla.runs.experiment import Experiment, read_toml
