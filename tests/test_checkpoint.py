@@ -12,31 +12,19 @@ from conftest import SIZES, assert_same, flat, make, methods, toy_federation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import pfedla.runs.run
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.settings import CheckpointSettings, Faults
 from pfedla.report.page import write_page
 from pfedla.runs.build import Built, build
-from pfedla.runs.checkpoint import Checkpoints, RunState, differences
 from pfedla.runs.experiment import Experiment, read_toml
-from pfedla.runs.folder import RunFolder
+from pfedla.runs.folder import Checkpoints, RunFolder, RunState, differences, plan_snapshots
 from pfedla.runs.personal import evaluate_personal, load_personal
+from pfedla.runs.progress import Display
 from pfedla.runs.result import Simulation
 from pfedla.runs.run import Run
 
 ROUNDS = 5
 TROUBLE = Faults(dropout=0.3, attack="nan", attackers=0.5, attack_rate=0.5)
-
-
-class Saying:
-    """Stands in for a Display: keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.say = self.said.append
-
-    def skip(self, rounds: int) -> None: ...
-    def on_round(self, round: Any) -> None: ...
 
 
 def go(
@@ -64,7 +52,8 @@ def go(
             "faults": TROUBLE,
         }
     )
-    display = Saying()
+    display = Display(rounds, quiet=True)
+    display.say = (lambda line: None) if said is None else said.append
 
     def stopping() -> bool:
         done = run.state.round if hasattr(run, "state") else 0
@@ -81,9 +70,6 @@ def go(
             return run._conclude()  # not finish: the folder stays as of a run that was killed before its results
     except Stopped:
         return None
-    finally:
-        if said is not None:
-            said += display.said
 
 
 def assert_ends_equal(one: Simulation | None, other: Simulation | None) -> None:
@@ -128,7 +114,7 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
     first: int, then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluated every second round, and with so few snapshots that a longer run has fewer per round."""
-    monkeypatch.setattr(pfedla.runs.run, "SNAPSHOTS", 3)
+    monkeypatch.setattr("pfedla.runs.folder.SNAPSHOTS", 3)
     straight = go(tmp_path / "straight", rounds=then, evaluate_every=2)
     assert go(tmp_path / "long", rounds=first, evaluate_every=2) is not None
     assert_ends_equal(go(tmp_path / "long", rounds=then, evaluate_every=2), straight)
@@ -136,7 +122,7 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
 
 def test_a_run_killed_between_its_last_round_and_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rounds are played, the result was not written: the end is computed from the checkpoint alone."""
-    monkeypatch.setattr(pfedla.runs.run, "SNAPSHOTS", 3)  # so that the last is out of turn
+    monkeypatch.setattr("pfedla.runs.folder.SNAPSHOTS", 3)  # so that the last is out of turn
     for evaluate_every in (1, 2):
         path = tmp_path / str(evaluate_every)
         straight = go(path, evaluate_every=evaluate_every)
@@ -145,10 +131,10 @@ def test_a_run_killed_between_its_last_round_and_its_results(tmp_path: Path, mon
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 99, 100, 101, 128, 200, 201, 10_000])
 def test_snapshots_are_at_most_a_hundred_and_those_of_a_longer_run_among_them(rounds: int) -> None:
-    interval = pfedla.runs.run.snapshot_interval(rounds, 10, 5)
-    assert rounds / interval <= 100
-    assert rounds <= 100 or rounds / interval > 50
-    assert pfedla.runs.run.snapshot_interval(7 * rounds, 10, 5) % interval == 0
+    method = make("pfedla")
+    taken = plan_snapshots(method, 10, rounds)
+    assert min(rounds, 50) <= len(taken - {0, rounds}) + 1 <= 100
+    assert {number for number in plan_snapshots(method, 10, 7 * rounds) if number <= rounds} <= taken
 
 
 def test_only_the_last_two_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -211,8 +197,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[Pat
     fresh = RunState(server=server, after_training=[None] * len(SIZES), alphas=[method.alpha(server)])
     clients = {name: torch.stack([value] * len(SIZES)) for name, value in method.init_client().items()}
     clients["__trained__"] = torch.zeros(len(SIZES), dtype=torch.bool)
-    identity = json.loads((folder / "round-2.json").read_text())["state"]["experiment"]
-    return folder, lambda path: Checkpoints(path.parent, identity).load_newest(fresh, clients)
+    experiment = Experiment.parse(json.loads((folder / "round-2.json").read_text())["state"]["experiment"])
+    return folder, lambda path: Checkpoints(path.parent, experiment).load_newest(fresh, clients)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -255,7 +241,7 @@ def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     by_rounds, by_time, never = (
-        Checkpoints(tmp_path, {}, CheckpointSettings(rounds=rounds, minutes=minutes))
+        Checkpoints(tmp_path, Experiment(checkpoint=CheckpointSettings(rounds=rounds, minutes=minutes)))
         for rounds, minutes in ((3, 0.0), (0, 2.0), (0, 0.0))
     )
     assert [by_rounds.is_due(number) for number in range(1, 7)] == [False, False, True, False, False, True]

@@ -78,9 +78,8 @@ def show(
     from pfedla.report.figures import FORMATS, draw_federation
     from pfedla.report.tables import federation_table, statistics_line
     from pfedla.report.tables import where as federation_name
-    from pfedla.runs.experiment import Experiment
+    from pfedla.runs.experiment import Experiment, gather
     from pfedla.runs.folder import describe_federation
-    from pfedla.runs.overrides import gather
 
     if out is not None and out.suffix.lower() not in FORMATS:
         raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")

@@ -5,14 +5,11 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import Any, Self
 
 EXIT_CODE = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 STOPPING = b"\nstopping: the clients at work finish, then the run is saved; press again to stop at once\n"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # the terminal was closed
 
 
 class Interruption:
@@ -27,11 +24,10 @@ class Interruption:
     def wanted(self) -> bool:
         return self._wanted
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: object) -> None:
         if self._wanted:  # do not wait for the clients at work: what is on disk is whole at any moment
             self.at_once()
-            if os.isatty(2):
-                _write(SHOW_CURSOR)
+            _write(SHOW_CURSOR if os.isatty(2) else b"")
             os._exit(EXIT_CODE)
         self._wanted = True
         if not self.quiet:
@@ -39,8 +35,10 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            hangup = [number for number in HANGUP if signal.getsignal(number) == signal.SIG_DFL]  # else nohup
-            self._before = {number: signal.signal(number, self._handle) for number in [*SIGNALS, *hangup]}
+            caught = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal was closed, and there is no nohup
+                caught.append(signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(self, *error: object) -> None:
