@@ -125,14 +125,12 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
         engine["compile"] = engine["compile"] == "on"
     if isinstance(algorithm, dict):
-        algorithm = {key: value for key, value in algorithm.items() if value not in REMOVED.get(key, ())}
         rule = algorithm.pop("rule", None)
         if rule == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
-        if rule is not None:
-            known = {"name", *default_options(algorithm.get("name", "pfedla"))}
-            algorithm = {key: value for key, value in algorithm.items() if key in known}
-        values["algorithm"] = algorithm
+        known = algorithm if rule is None else ["name", *default_options(algorithm.get("name", "pfedla"))]
+        kept = {key: algorithm[key] for key in algorithm if key in known}
+        values["algorithm"] = {key: value for key, value in kept.items() if value not in REMOVED.get(key, ())}
     return values
 
 
@@ -155,10 +153,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     path = path / "experiment.toml" if path.is_dir() else path
     try:
         return upgrade(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise PfedlaError(f"{path}: no such experiment file") from None
     except (OSError, ValueError) as error:
-        raise PfedlaError(f"{path}: not a TOML file: {error}") from None
+        raise PfedlaError(f"{path}: no experiment file: {error}") from None
 
 
 def gather(

@@ -133,12 +133,11 @@ class RunFolder:
         (self.path / ALPHA).unlink(missing_ok=True)
         write_text(self.path / EXPERIMENT, self.experiment.to_toml())
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
-        with (self.path / LINES).open("a+", encoding="utf-8", errors="replace") as file:
-            file.seek(0)
-            numbered = [(round_of(line), line) for line in file]
-        every, rounds = self.experiment.evaluate_every, self.experiment.rounds
+        path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        numbered = [(round_of(line), line) for line in lines]
         kept = [line for n, line in numbered if n and n <= round and (n % every == 0 or n == rounds)]
-        write_text(self.path / LINES, "".join(kept))
+        write_text(path, "".join(f"{line}\n" for line in kept))
 
     def add_line(self, line: dict[str, Any]) -> None:
         """Append an evaluated round to rounds.jsonl."""
@@ -215,23 +214,19 @@ class RunState(BaseModel):
     failed_rounds: Count = 0  # in a row, up to now
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
 
-    def take_snapshot(self, algorithm: Algorithm) -> None:
+    def take_snapshot(self, algorithm: Algorithm, planned: set[int]) -> None:
+        """Keep alpha after a planned round. Leave out what was taken before the run was extended and is not planned."""
         alpha = algorithm.alpha(self.server)
-        if alpha is not None:
-            self.alphas.append(alpha)
-            self.alpha_rounds.append(self.round)
-
-    def thin_snapshots(self, rounds: set[int]) -> None:
-        """Leave out the snapshots that a run of another length would not have taken."""
-        kept = [(n, alpha) for n, alpha in zip(self.alpha_rounds, self.alphas, strict=True) if n in rounds]
-        self.alpha_rounds, self.alphas = [n for n, _ in kept], [alpha for _, alpha in kept]
+        if alpha is not None and self.round in planned:
+            taken = dict(zip(self.alpha_rounds, self.alphas, strict=True)) | {self.round: alpha}
+            self.alpha_rounds = [round for round in taken if round in planned]
+            self.alphas = [taken[round] for round in self.alpha_rounds]
 
 
 def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
     """Return the state before the first round."""
     state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
-    if plan_snapshots(algorithm, num_clients):
-        state.take_snapshot(algorithm)
+    state.take_snapshot(algorithm, plan_snapshots(algorithm, num_clients))
     return state
 
 
@@ -239,7 +234,7 @@ class Checkpoints:
     """The last two checkpoints of a run, and when the next is due."""
 
     def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
-        self.run, self.experiment, self.say = run, experiment, say
+        self.run, self.experiment, self.identity, self.say = run, experiment, experiment.identity(), say
         self.folder = run / CHECKPOINTS
         self._saved_at, self._saved_round = time.monotonic(), 0
 
@@ -260,17 +255,15 @@ class Checkpoints:
         """Write a checkpoint, unless there is one of this round; the lines up to here are on disk before it is."""
         if state.round == self._saved_round:
             return
-        lines = self.run / LINES
-        if lines.exists():
-            with lines.open("rb") as file:
-                os.fsync(file.fileno())
+        with (self.run / LINES).open("ab") as lines:
+            os.fsync(lines.fileno())
         self.folder.mkdir(exist_ok=True)
         tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         tensors_path = self.path(state.round, "safetensors")
         try:
             write_whole(tensors_path, lambda path: save_file(tensors, path))
-            content = {"format": FORMAT, "experiment": self.experiment.identity()}
+            content = {"format": FORMAT, "experiment": self.identity}
             content |= {"tensors_sha256": sha256(tensors_path), **state.model_dump(mode="json")}
             content = {"sha256": _digest(content), "state": content}
             text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
@@ -327,9 +320,8 @@ class Checkpoints:
 def check_same(run: Path, before: Experiment, now: Experiment) -> None:
     """Refuse to resume a run whose identity differs."""
     if changed := differences(before.identity(), now.identity()):
-        raise PfedlaError(
-            f"Cannot resume {run}: settings differ ({'; '.join(changed)}). Use the original settings, or another --out"
-        )
+        problem = f"Cannot resume {run}: settings differ ({'; '.join(changed)})"
+        raise PfedlaError(f"{problem}. Use the original settings, or another --out")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

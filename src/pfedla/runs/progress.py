@@ -26,15 +26,9 @@ class Display:
         self.label, self.accuracy = "starting", "…"
         self.start = time.perf_counter()
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
-        self.bar = Progress(
-            "{task.description}",
-            BarColumn(),
-            MofNCompleteColumn(),
-            "rounds accuracy {task.fields[accuracy]}",
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=quiet or not self.console.is_terminal,
-        )
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds accuracy {task.fields[accuracy]}")
+        is_live = self.console.is_terminal and not quiet
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not is_live)
         self._task = self.bar.add_task(self.label, total=total_rounds, accuracy=self.accuracy)
 
     def begin(self, name: str, seed: int) -> None:

@@ -45,7 +45,7 @@ class Run:
     ) -> None:
         self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
         self.folder, self.stopping = folder, stopping
-        self.display = display or Display(self.experiment.rounds, quiet=True)
+        self.display, self._is_shown = display or Display(self.experiment.rounds, quiet=True), display is not None
         self.say = self.display.say
         self.trackers = Tracking(track, folder.path, self.say) if folder and track else None
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
@@ -96,7 +96,6 @@ class Run:
             if loaded is not None:
                 self.state, clients = loaded
                 engine.load(clients)
-                self.state.thin_snapshots(self._snapshots)
             self.folder.prepare_resume(self.state.round)
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
@@ -155,16 +154,16 @@ class Run:
             state.seconds[phase] = state.seconds.get(phase, 0.0) + seconds
 
     def _record(self, round: Round) -> None:
-        if round.round in self._snapshots:
-            self.state.take_snapshot(self.algorithm)
-            if self.folder is not None:
-                write_alpha(self.folder.path, self.state, self.algorithm.task.layers.names, at_end=False)
+        self.state.take_snapshot(self.algorithm, self._snapshots)
+        if self.folder is not None and round.round in self._snapshots:
+            write_alpha(self.folder.path, self.state, self.algorithm.task.layers.names, at_end=False)
         if self.folder is not None and round.evaluation is not None:
             line = self._describe(round, round.evaluation.accuracy, round.evaluation.loss)
             self.folder.add_line(line)
             if self.trackers is not None:
                 self.trackers.log(line)
-        self.display.on_round(round)
+        if self._is_shown:
+            self.display.on_round(round)
 
     def _describe(self, round: Round, accuracy: Tensor, loss: Tensor) -> dict[str, Any]:
         """Return what rounds.jsonl holds of an evaluated round."""
