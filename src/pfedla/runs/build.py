@@ -76,4 +76,4 @@ def build_around(experiment: Experiment, federation: Outline, module: nn.Module 
         "engine": resolve_engine(experiment.engine, task.module),
     }
     note = method.notice(experiment.rounds * experiment.participation)
-    return Built(experiment.model_copy(update=resolved), federation, method, note=note)
+    return Built(experiment.model_copy(update=resolved), federation, method, note)

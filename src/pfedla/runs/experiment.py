@@ -157,9 +157,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise PfedlaError(f"{path}: no experiment file: {error}") from None
 
 
-def gather(
-    file: Path | None, options: Mapping[str, Any], assignments: list[str], *, spread: bool = False
-) -> dict[str, Any]:
+def gather(file: Path | None, options: Mapping[str, Any], sets: list[str], *, spread: bool = False) -> dict[str, Any]:
     """Merge the experiment file, the options that were given, and --set; each overrides the one before.
 
     Options in the file's [algorithm] belong to the algorithm it names; they are dropped if the command names another.
@@ -170,13 +168,13 @@ def gather(
     if isinstance(section, dict):
         named = section.get("name", "pfedla")
         if spread and isinstance(named, str):
-            overridden = {"algorithm.name", *(one.partition("=")[0].strip() for one in assignments)}
+            overridden = {"algorithm.name", *(one.partition("=")[0].strip() for one in sets)}
             own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in overridden}
             values = overlay({named: own} if own else {}, values)
         elif options.get("algorithm") not in (None, named):
             values["algorithm"] = {}
     values = overlay(values, nest({name: value for name, value in options.items() if value is not None}))
-    for assignment in assignments:
+    for assignment in sets:
         values = overlay(values, parse_assignment(assignment))
     return values
 

@@ -140,7 +140,6 @@ class RunFolder:
         write_text(path, "".join(f"{line}\n" for line in kept))
 
     def add_line(self, line: dict[str, Any]) -> None:
-        """Append an evaluated round to rounds.jsonl."""
         with (self.path / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -188,8 +187,8 @@ def describe_federation(federation: Outline) -> dict[str, Any]:
 
 def folder_name(experiment: Experiment) -> str:
     """Return <algorithm>-<dataset>-<partition>-s<seed>."""
-    data = experiment.data
-    return f"{experiment.algorithm.name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    data, name = experiment.data, experiment.algorithm.name
+    return f"{name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
 
 
 def number_folder(path: Path, *, resume: bool = False) -> Path:
@@ -224,7 +223,6 @@ class RunState(BaseModel):
 
 
 def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
-    """Return the state before the first round."""
     state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
     state.take_snapshot(algorithm, plan_snapshots(algorithm, num_clients))
     return state

@@ -25,13 +25,14 @@ class Interruption:
         return self._wanted
 
     def _handle(self, number: int, frame: object) -> None:
-        if self._wanted:  # do not wait for the clients at work: what is on disk is whole at any moment
+        is_second, self._wanted = self._wanted, True
+        if is_second:
             self.at_once()
-            _write(SHOW_CURSOR if os.isatty(2) else b"")
+        with suppress(OSError):  # nobody may read it; not through the buffer, which may be in use
+            if not self.quiet and (not is_second or os.isatty(2)):
+                os.write(2, SHOW_CURSOR if is_second else STOPPING)
+        if is_second:  # do not wait for the clients at work: what is on disk is whole at any moment
             os._exit(EXIT_CODE)
-        self._wanted = True
-        if not self.quiet:
-            _write(STOPPING)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
@@ -44,9 +45,3 @@ class Interruption:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def _write(message: bytes) -> None:
-    """Write to standard error, though nobody may read it; not to its buffer, which may be in use."""
-    with suppress(OSError):
-        os.write(2, message)

@@ -29,6 +29,8 @@ from pfedla.runs.progress import Display
 from pfedla.runs.result import Simulation, describe_result, write_results
 from pfedla.runs.trackers import Tracking, check_trackers
 
+Failures = Mapping[int, Failure]
+
 
 class Run:
     """One run: iterate over its rounds, then `finish`. With a folder it is recorded, saved, and can be resumed."""
@@ -100,20 +102,12 @@ class Run:
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
-        self._check_uploads({})
-        bound = experiment.uploads.norm_bound
-        self._rounds = run_rounds(
-            self.algorithm,
-            engine,
-            num_examples,
-            self.state.server,
-            rounds=range(self.state.round + 1, experiment.rounds + 1),
-            participation=experiment.participation,
-            evaluate_every=experiment.evaluate_every,
-            seed=experiment.seed,
-            traffic=self.state.traffic,
-            norm_bound=None if bound == "off" else bound,
-        )
+        self._check({}, None, {})
+        how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
+        how["rounds"] = range(self.state.round + 1, experiment.rounds + 1)
+        how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
+        traffic = self.state.traffic
+        self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, traffic=traffic, **how)
 
     def __iter__(self) -> Iterator[Round]:
         while self.result is None and self.state.round < self.experiment.rounds:
@@ -128,8 +122,7 @@ class Run:
             self._advance(round)
             with timed(self.state.seconds, "record"):
                 self._record(round)
-            self._check_uploads(round.failures)
-            check_evaluation(round.evaluation, round.evaluation_failures, round.round)
+            self._check(round.failures, round.evaluation, round.evaluation_failures)
         except (Stopped, GaveUpError):
             # A round that is stopped is dropped before any state advances: the state is that after the one before it.
             self._save(anyway=True)
@@ -167,14 +160,12 @@ class Run:
 
     def _describe(self, round: Round, accuracy: Tensor, loss: Tensor) -> dict[str, Any]:
         """Return what rounds.jsonl holds of an evaluated round."""
-
-        def summarise_shortly(accuracies: Tensor) -> dict[str, Any]:
-            return {key: value for key, value in summarise(accuracies).items() if key != "per_client"}
-
         retained = zip(self.algorithm.task.layers.names, (~round.sent).sum(0).tolist(), strict=True)
-        line = {
+        summary = summarise(accuracy)
+        del summary["per_client"]
+        line: dict[str, Any] = {
             "round": round.round,
-            "accuracy": summarise_shortly(accuracy),
+            "accuracy": summary,
             "loss": finite_mean(loss),
             "accuracy_after_training": finite_mean(round.after_training.accuracy),
             "training_loss": finite_mean(round.training_loss),
@@ -185,19 +176,22 @@ class Run:
             "failures": self.state.failures,
         }
         if not self.honest.all():
-            line["honest"] = {"accuracy": summarise_shortly(accuracy[self.honest])}
+            line["honest"] = {"accuracy": summarise(accuracy[self.honest])}
+            del line["honest"]["accuracy"]["per_client"]
         return line
 
     def _save(self, *, anyway: bool) -> None:
         if self.folder is not None and (anyway or self.folder.checkpoints.is_due(self.state.round)):
             self.folder.checkpoints.save(self.state, self.engine.state())
 
-    def _check_uploads(self, failures: Mapping[int, Failure]) -> None:
-        """Give up after too many rounds without a usable upload."""
-        count = self.state.failed_rounds
+    def _check(self, failures: Failures, evaluation: ClientMetrics | None, evaluation_failures: Failures) -> None:
+        """Give up after too many rounds without a usable upload, or if no personal model could be evaluated."""
+        count, round = self.state.failed_rounds, self.state.round
         if count >= self.experiment.uploads.max_failed_rounds:
-            what = f"no upload could be used in {count} rounds in a row up to round {self.state.round}"
+            what = f"no upload could be used in {count} rounds in a row up to round {round}"
             give_up(f"{what}; uploads.max_failed_rounds allows more", failures)
+        if evaluation is not None and evaluation_failures and evaluation.accuracy.isnan().all():
+            give_up(f"no personal model could be evaluated in round {round}", evaluation_failures)
 
     def finish(self) -> dict[str, Any]:
         """Write the personal models and the result; return what result.json holds."""
@@ -224,7 +218,7 @@ class Run:
         cohort = everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
         if self._evaluation is None:  # all rounds had been run before
             self._evaluation, failures, _ = evaluate_all(self.algorithm, self.engine, state.server, cohort)
-            check_evaluation(self._evaluation, failures, rounds)
+            self._check({}, self._evaluation, failures)
         models: list[Params] = []
         num_bytes = 0  # the same as in the evaluation, which `_advance` has not counted if it was out of turn
         for chunk, downloads in in_chunks(self.algorithm, state.server, cohort):
@@ -245,13 +239,7 @@ class Run:
         )
 
 
-def check_evaluation(evaluation: ClientMetrics | None, failures: Mapping[int, Failure], round: int) -> None:
-    """Give up if no personal model could be evaluated."""
-    if evaluation is not None and failures and evaluation.accuracy.isnan().all():
-        give_up(f"no personal model could be evaluated in round {round}", failures)
-
-
-def give_up(what: str, failures: Mapping[int, Failure]) -> NoReturn:
+def give_up(what: str, failures: Failures) -> NoReturn:
     """End a run; name the first failure."""
     for client, failure in failures.items():
         detail = f" ({failure.detail})" if failure.detail else ""
@@ -285,10 +273,9 @@ def simulate(
     """Train personal models for all clients of a federation.
 
     `model` maps a batch to logits; its present weights are the common initialisation. `settings` are those of the
-    experiment file by their short names (`rounds`, `lr`, `local_epochs`, `batch_size`, `participation`, `seed`,
-    `engine`, `threads`, `device`, `norm_bound`, …; docs/experiment-file.md lists them) and the algorithm's own options
-    (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every round. `progress` shows
-    a progress bar; by default it does so on a terminal.
+    experiment file by their short names (`rounds`, `lr`, `seed`, …; docs/experiment-file.md lists them) and the
+    algorithm's own options (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every
+    round. `progress` shows a progress bar; by default it does so on a terminal.
     """
     places = {name: place for name, place in list_settings().items() if place.section not in ("data", "faults")}
     common = {name: value for name, value in settings.items() if name in places}
