@@ -129,8 +129,8 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         if rule == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
         known = algorithm if rule is None else ["name", *default_options(algorithm.get("name", "pfedla"))]
-        kept = {key: algorithm[key] for key in algorithm if key in known}
-        values["algorithm"] = {key: value for key, value in kept.items() if value not in REMOVED.get(key, ())}
+        removed = [key for key, value in algorithm.items() if key not in known or value in REMOVED.get(key, ())]
+        values["algorithm"] = {key: value for key, value in algorithm.items() if key not in removed}
     return values
 
 

@@ -49,7 +49,7 @@ SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla w
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
-def new_folder(path: Path, hint: str = "choose another folder with --out, or resume it with --resume") -> Path:
+def new_folder(path: Path, hint: str = "choose another folder with --out, or resume it with --resume") -> None:
     """Make a folder that was not there before: nothing is ever overwritten."""
     try:
         path.mkdir(parents=True)
@@ -57,7 +57,6 @@ def new_folder(path: Path, hint: str = "choose another folder with --out, or res
         raise PfedlaError(f"{path} exists already and is never overwritten; {hint}") from None
     except OSError as error:
         raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
-    return path
 
 
 class RunFolder:
@@ -148,6 +147,12 @@ class RunFolder:
 
 
 def describe_environment() -> dict[str, Any]:
+    """Return versions and machine. BLAS picks kernels by CPU model, so the last bits can differ between CPUs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""  # only Linux has it
+    known = dict(re.findall(r"^([\w ]+\w)\s*: (.*)$", text, re.MULTILINE))
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
+    cpu_model = " ".join(f"{name} {known[name]}" for name in names if name in known)
     return {
         "format": FORMAT,
         "pfedla": __version__,
@@ -156,19 +161,9 @@ def describe_environment() -> dict[str, Any]:
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_model": read_cpu_model(),
+        "cpu_model": cpu_model or platform.processor(),
         "cores": os.cpu_count(),
     }
-
-
-def read_cpu_model() -> str:
-    """Return CPU vendor and model. BLAS picks kernels by model, so the last bits can differ between CPUs."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():  # not Linux
-        return platform.processor()
-    known = dict(re.findall(r"^([\w ]+\w)\s*: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
-    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
-    return " ".join(f"{name} {known[name]}" for name in names if name in known)
 
 
 def describe_federation(federation: Outline) -> dict[str, Any]:
@@ -241,9 +236,6 @@ class Checkpoints:
         names = (path.stem.removeprefix("round-") for path in self.folder.glob("round-*.json"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def path(self, round: int, ending: str) -> Path:
-        return self.folder / f"round-{round}.{ending}"
-
     def is_due(self, round: int) -> bool:
         every, minutes = self.experiment.checkpoint.rounds, self.experiment.checkpoint.minutes
         by_time = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
@@ -258,19 +250,20 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
         tensors = {name: value.contiguous() for name, value in tensors.items()}
-        tensors_path = self.path(state.round, "safetensors")
+        path = self.folder / f"round-{state.round}.json"
+        tensors_path = path.with_suffix(".safetensors")
         try:
             write_whole(tensors_path, lambda path: save_file(tensors, path))
             content = {"format": FORMAT, "experiment": self.identity}
             content |= {"tensors_sha256": sha256(tensors_path), **state.model_dump(mode="json")}
             content = {"sha256": _digest(content), "state": content}
             text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-            write_text(self.path(state.round, "json"), text + "\n")
+            write_text(path, text + "\n")
         finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
             kept = [round for round in self.rounds() if round <= state.round][-KEPT:]
-            whole = {self.path(round, ending) for round in kept for ending in ("json", "safetensors")}
-            for path in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
-                path.unlink(missing_ok=True)
+            whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
+            for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
+                other.unlink(missing_ok=True)
         self._saved_at, self._saved_round = time.monotonic(), state.round
 
     def load_newest(self, fresh: RunState, clients: Params) -> tuple[RunState, Params] | None:
@@ -289,7 +282,7 @@ class Checkpoints:
         return None
 
     def _load(self, round: int, fresh: RunState, clients: Params) -> tuple[RunState, Params]:
-        path = self.path(round, "json")
+        path = self.folder / f"round-{round}.json"
         content = read_json(path)
         try:
             stored = content["state"]
@@ -302,7 +295,7 @@ class Checkpoints:
         except (TypeError, KeyError, AttributeError, ValueError) as error:  # also pydantic's ValidationError
             raise PfedlaError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
         check_same(self.run, Experiment.parse(upgrade(experiment)), self.experiment)
-        tensors_path = self.path(round, "safetensors")
+        tensors_path = path.with_suffix(".safetensors")
         alphas = torch.stack(fresh.alphas).expand(len(state.alpha_rounds), -1, -1, -1) if fresh.alphas else None
         tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
         if sha256(tensors_path) != tensors_sha256:

@@ -1,7 +1,4 @@
-"""A run from its first round, or its last checkpoint, to its result. `run` and `simulate` are the Python entries.
-
-The command line, `compare`, `reproduce`, `simulate` and the Flower server app all drive `Run`.
-"""
+"""A run from its first round, or its last checkpoint, to its result. All commands and entries drive `Run`."""
 
 import math
 import sys
