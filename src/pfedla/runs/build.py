@@ -53,8 +53,8 @@ def build_around(experiment: Experiment, federation: Outline, module: nn.Module 
     if module is None:
         model = model_for(federation.shape) if model == AUTO else model
         task = task_of(build_model(model, federation.shape, num_classes, generator(experiment.seed, "model")))
-        if experiment.data.dataset in datasets.KNOWN:
-            lr = datasets.KNOWN[experiment.data.dataset].lr
+        known = datasets.KNOWN.get(experiment.data.dataset)
+        lr = known.lr if known else DEFAULT_LR
     else:
         assert isinstance(federation, Federation)
         task, sizes = task_of(module), set(federation.num_examples.tolist())

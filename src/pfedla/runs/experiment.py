@@ -1,7 +1,4 @@
-"""An experiment is data: a strict TOML file, or the same as options. A run is a function of it and its seed.
-
-This module does not import torch: the command line makes its options from it.
-"""
+"""An experiment is data: a strict TOML file, or the same as options. Imports no torch: the command line needs it."""
 
 import tomllib
 from collections.abc import Mapping

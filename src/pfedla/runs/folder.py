@@ -41,10 +41,8 @@ RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
-KEPT = 2  # checkpoints
 LINES, ALPHA, CHECKPOINTS = "rounds.jsonl", "alpha.safetensors", "checkpoints"
-SNAPSHOTS = 100  # of alpha, at most
-SNAPSHOT_NUMBERS = 2**26  # in all of them: 256 MiB
+SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
@@ -260,7 +258,7 @@ class Checkpoints:
             text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
             write_text(path, text + "\n")
         finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
-            kept = [round for round in self.rounds() if round <= state.round][-KEPT:]
+            kept = [round for round in self.rounds() if round <= state.round][-2:]
             whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
             for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
                 other.unlink(missing_ok=True)
@@ -271,9 +269,7 @@ class Checkpoints:
         problem = None
         for round in reversed(self.rounds()):
             try:
-                loaded = self._load(round, fresh, clients)
-                self._saved_round = round
-                return loaded
+                return self._load(round, fresh, clients)
             except PfedlaError as error:
                 problem = f"the checkpoint after round {round} cannot be used: {error}"
                 self.say(problem)
@@ -305,6 +301,7 @@ class Checkpoints:
         state.alphas = list(tensors.get("alphas", ()))
         for group, part in fresh.server.items():
             state.server[group] = {name: tensors[f"server/{group}/{name}"] for name in part}
+        self._saved_round = round
         return state, {name: tensors[f"clients/{name}"] for name in clients}
 
 
@@ -322,9 +319,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) or isinstance(new, Mapping):
             found += differences(old or {}, new or {}, f"{prefix}{key}.")
-            continue
-        was, is_now = ("unset" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new))
-        if was != is_now:  # also 1 and 1.0
+        elif json.dumps(old) != json.dumps(new):  # also 1 and 1.0
+            was, is_now = ("unset" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
             found.append(f"{prefix}{key}: {was} -> {is_now}")
     return found
 
@@ -335,10 +331,8 @@ def plan_snapshots(algorithm: Algorithm, num_clients: int, rounds: int = 1) -> s
     The interval is a power of two: a run that is extended has taken all the snapshots that the longer one needs.
     """
     affordable = min(SNAPSHOTS, SNAPSHOT_NUMBERS // (num_clients * len(algorithm.task.layers) * num_clients))
-    if not affordable:
-        return set()
-    interval = 1 << (-(-rounds // affordable) - 1).bit_length()
-    return {*range(0, rounds, interval), rounds}
+    interval = 1 << (-(-rounds // max(1, affordable)) - 1).bit_length()
+    return {*range(0, rounds, interval), rounds} if affordable else set()
 
 
 def write_alpha(run: Path, state: RunState, layers: Sequence[str], *, at_end: bool = True) -> None:

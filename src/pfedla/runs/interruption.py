@@ -16,9 +16,8 @@ class Interruption:
     """While it is entered, `wanted()` says whether a signal has come."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
+        self.quiet, self._wanted = quiet, False
         self.at_once: Callable[[], object] = lambda: None  # called before a second signal ends the process
-        self._wanted = False
         self._before: dict[signal.Signals, Any] = {}
 
     def wanted(self) -> bool:
@@ -26,12 +25,11 @@ class Interruption:
 
     def _handle(self, number: int, frame: object) -> None:
         is_second, self._wanted = self._wanted, True
-        if is_second:
-            self.at_once()
         with suppress(OSError):  # nobody may read it; not through the buffer, which may be in use
             if not self.quiet and (not is_second or os.isatty(2)):
                 os.write(2, SHOW_CURSOR if is_second else STOPPING)
         if is_second:  # do not wait for the clients at work: what is on disk is whole at any moment
+            self.at_once()
             os._exit(EXIT_CODE)
 
     def __enter__(self) -> Self:

@@ -20,11 +20,9 @@ class Display:
     """Progress on standard error, so that standard output holds results only."""
 
     def __init__(self, total_rounds: int, *, quiet: bool = False, log: Path | None = None, hint: str = "") -> None:
-        self.log = log  # a file that gets every line too
-        self.hint = hint  # how to continue after a stop
+        self.log, self.hint = log, hint  # a file that gets every line too; how to continue after a stop
         self.total, self.done, self.skipped = total_rounds, 0, 0
-        self.label, self.accuracy = "starting", "…"
-        self.start = time.perf_counter()
+        self.label, self.accuracy, self.start = "starting", "…", time.perf_counter()
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds accuracy {task.fields[accuracy]}")
         is_live = self.console.is_terminal and not quiet

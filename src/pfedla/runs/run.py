@@ -101,10 +101,9 @@ class Run:
             self.display.skip(self.state.round)
         self._check({}, None, {})
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
-        how["rounds"] = range(self.state.round + 1, experiment.rounds + 1)
+        how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
         how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
-        traffic = self.state.traffic
-        self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, traffic=traffic, **how)
+        self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, **how)
 
     def __iter__(self) -> Iterator[Round]:
         while self.result is None and self.state.round < self.experiment.rounds:
@@ -185,8 +184,7 @@ class Run:
         """Give up after too many rounds without a usable upload, or if no personal model could be evaluated."""
         count, round = self.state.failed_rounds, self.state.round
         if count >= self.experiment.uploads.max_failed_rounds:
-            what = f"no upload could be used in {count} rounds in a row up to round {round}"
-            give_up(f"{what}; uploads.max_failed_rounds allows more", failures)
+            give_up(f"no upload could be used in {count} rounds in a row (uploads.max_failed_rounds)", failures)
         if evaluation is not None and evaluation_failures and evaluation.accuracy.isnan().all():
             give_up(f"no personal model could be evaluated in round {round}", evaluation_failures)
 
