@@ -37,7 +37,7 @@ from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines.client import keep_freed_memory
 from pfedla.runs.folder import describe_environment
-from pfedla.runs.simulation import simulate
+from pfedla.runs.run import simulate
 
 PARTICIPANTS, STEPS, LONG = 10, 9, 10.0  # a textbook step that takes longer (seconds) is the last of its kind
 RESULTS = Path(__file__).parent / "results"

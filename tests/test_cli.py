@@ -161,7 +161,7 @@ def test_a_run_that_fails_before_its_first_round_leaves_no_folder(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pfedla.runs.run.add_line", full)
+    monkeypatch.setattr("pfedla.runs.folder.RunFolder.add_line", full)
     code, _, err = pfedla("run", *QUICK, "-q", "--out", "r")
     assert code == 1
     assert "No space left" in err

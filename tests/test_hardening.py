@@ -36,7 +36,7 @@ from pfedla.report.tables import failures_lines, result_table, traffic_line, war
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.personal import evaluate_personal, load_personal
-from pfedla.runs.simulation import run
+from pfedla.runs.run import run
 
 GIBIBYTE = 2**30
 

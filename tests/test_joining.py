@@ -27,8 +27,7 @@ from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import RunFolder
 from pfedla.runs.joining import Joined, join, join_run
 from pfedla.runs.personal import evaluate_personal, load_personal
-from pfedla.runs.run import Run
-from pfedla.runs.simulation import run, simulate
+from pfedla.runs.run import Run, run, simulate
 
 ROUNDS = 2
 JOINING = [name for name, kind in ALGORITHMS.items() if not kind.cannot_join]

@@ -100,7 +100,7 @@ def test_a_hypernetwork_that_is_too_large_names_the_compact_form_where_that_fits
 
 def test_weights_too_large_to_keep_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = simulate(toy_federation(), TinyNet(), "pfedla", rounds=2)
-    monkeypatch.setattr("pfedla.runs.run.SNAPSHOT_NUMBERS", 6 * 2 * 6 - 1)
+    monkeypatch.setattr("pfedla.runs.folder.SNAPSHOT_NUMBERS", 6 * 2 * 6 - 1)
     result = simulate(toy_federation(), TinyNet(), "pfedla", rounds=2)
     assert kept.alpha is not None
     assert result.alpha is None

@@ -33,7 +33,6 @@ def test_five_hundred_rounds_with_absent_and_bad_clients(tmp_path: Path) -> None
         "rounds": ROUNDS,
         "evaluate_every": 5,
         "algorithm": {"name": "heurpfedla"},
-        "data": {"dataset": "digits"},
         "training": {"local_epochs": 1},
         "checkpoint": {"rounds": 10},
         "faults": {"dropout": 0.3, "attack": "nan", "attackers": 1.0, "attack_rate": 0.05},
@@ -50,6 +49,4 @@ def test_five_hundred_rounds_with_absent_and_bad_clients(tmp_path: Path) -> None
     assert seen["result"]["refused_uploads"] == reasons.count("not finite")
     assert seen["result"]["accuracy"]["mean"] > 0.8  # it learns all the same: guessing is 0.1
     settled = seen["memory"][SETTLED - 1]
-    growth = max(seen["memory"][SETTLED:]) / settled - 1
-    print(f"resident memory after round {SETTLED}: {settled / 2**20:.0f} MiB, at most {100 * growth:.1f} % more later")
-    assert growth < 0.05
+    assert max(seen["memory"][SETTLED:]) / settled - 1 < 0.05

@@ -20,8 +20,7 @@ from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import RunFolder
 from pfedla.runs.progress import Display
-from pfedla.runs.run import Run
-from pfedla.runs.simulation import run
+from pfedla.runs.run import Run, run
 from pfedla.runs.trackers import NEEDED, TRACKERS, WeightsAndBiases, flatten, select_metrics
 
 WANDB = importlib.util.find_spec("wandb") is not None

@@ -1,5 +1,3 @@
-"""`python -m pfedla` is the command line."""
-
 from pfedla.cli import main
 
 main()

@@ -65,9 +65,8 @@ def show(
     from pfedla.data.federation import build_federation
     from pfedla.report.figures import FORMATS, draw_federation
     from pfedla.report.tables import federation_table, statistics_line, where
-    from pfedla.runs.experiment import Experiment
+    from pfedla.runs.experiment import Experiment, gather
     from pfedla.runs.folder import describe_federation
-    from pfedla.runs.overrides import gather
 
     if out and out.suffix.lower() not in FORMATS:
         raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")

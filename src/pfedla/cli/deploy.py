@@ -61,8 +61,7 @@ def init(
     """
     _check_flower()
     from pfedla.flower.layout import OwnData, plan_deployment, write_deployment
-    from pfedla.runs.experiment import Experiment
-    from pfedla.runs.overrides import gather
+    from pfedla.runs.experiment import Experiment, gather
 
     if (shape is None) != (classes is None):
         raise PfedlaError("--shape and --classes belong together")
@@ -99,7 +98,7 @@ def local(
     from pfedla.report.reading import read_result
     from pfedla.report.tables import failures_lines, result_table, traffic_line
     from pfedla.runs.experiment import SITES
-    from pfedla.runs.folder import last_numbered, next_numbered
+    from pfedla.runs.folder import number_folder
     from pfedla.runs.interruption import Interruption
     from pfedla.runs.progress import Display
 
@@ -110,7 +109,7 @@ def local(
     if deployment.experiment.data.dataset == SITES and missing:
         count = f"{len(missing)} of {len(sites)} missing"
         raise PfedlaError(f"the sites bring their own data: put it at {missing[0]} ({count})")
-    run_folder = (last_numbered if resume else next_numbered)(folder / "run")
+    run_folder = number_folder(folder / "run", resume=resume)
     rounds, quietly = rounds or deployment.experiment.rounds, quiet or as_json
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
     hint = f"resume with pfedla deploy local {folder} --resume"

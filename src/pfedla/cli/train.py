@@ -41,9 +41,8 @@ def run(
     Ctrl-C or SIGTERM stops it; `pfedla run RUN --resume` continues, and with more --rounds extends it.
     """
     from pfedla.runs.build import build
-    from pfedla.runs.experiment import Experiment
-    from pfedla.runs.folder import RUNS, RunFolder, folder_name, last_numbered, next_numbered
-    from pfedla.runs.overrides import gather
+    from pfedla.runs.experiment import Experiment, gather
+    from pfedla.runs.folder import RUNS, RunFolder, folder_name, number_folder
     from pfedla.runs.progress import Display
     from pfedla.runs.run import Run
     from pfedla.runs.trackers import check_trackers
@@ -52,12 +51,12 @@ def run(
     built = build(Experiment.parse(gather(file, given, setting or [])))
     experiment, default = built.experiment, RUNS / folder_name(built.experiment)
     if resume and out is None:
-        out = file if file is not None and file.is_dir() else last_numbered(default)
-    folder = RunFolder(out or next_numbered(default), resume=resume)
+        out = file if file is not None and file.is_dir() else number_folder(default, resume=True)
+    folder = RunFolder(out or number_folder(default), resume=resume)
     quietly = quiet or as_json
     with (
         Interruption(quietly) as interruption,
-        Display(experiment.rounds, quiet=quietly, folder=folder.path) as display,
+        Display(experiment.rounds, quiet=quietly, hint=f"resume with --resume --out {folder.path}") as display,
     ):
         display.begin(experiment.algorithm.name, experiment.seed)
         result = Run(built, folder, display=display, stopping=interruption.wanted, track=trackers).complete()
@@ -109,7 +108,7 @@ def compare(
     from pfedla.algorithms import ALGORITHMS
     from pfedla.runs.comparison import compare as run_comparison
     from pfedla.runs.comparison import plan_comparison
-    from pfedla.runs.overrides import gather
+    from pfedla.runs.experiment import gather
     from pfedla.runs.progress import Display
     from pfedla.runs.trackers import check_trackers
 
@@ -121,7 +120,7 @@ def compare(
     quietly = quiet or as_json
     with (
         Interruption(quietly) as interruption,
-        Display(plan.total_rounds, quiet=quietly, folder=plan.folder) as display,
+        Display(plan.total_rounds, quiet=quietly, hint=f"resume with --resume --out {plan.folder}") as display,
     ):
         rows = run_comparison(plan, display, resume=resume, stopping=interruption.wanted, track=trackers)
     if as_json:

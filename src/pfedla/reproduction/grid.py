@@ -21,8 +21,7 @@ from pfedla.core.files import safe_name
 from pfedla.core.settings import AUTO, Section
 from pfedla.report.reading import Values, flatten
 from pfedla.report.tables import Row
-from pfedla.runs.experiment import Experiment
-from pfedla.runs.overrides import overlay
+from pfedla.runs.experiment import Experiment, overlay
 
 Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
 Summary = Mapping[str, Any]  # what results.json holds, or one of its cells

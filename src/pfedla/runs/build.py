@@ -10,7 +10,7 @@ from pfedla.core.errors import check_affordable, unknown
 from pfedla.core.faults import check_faults
 from pfedla.core.models import MODELS, build_model, model_for
 from pfedla.core.settings import AUTO
-from pfedla.core.tasks import Task, task_of
+from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data import datasets
 from pfedla.data.dataset import Dataset
@@ -34,7 +34,10 @@ class Built(NamedTuple):
 
 def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
-    check_names(experiment)
+    algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
+    usable_device(experiment.engine.device)
+    if experiment.model not in (AUTO, *MODELS):
+        raise unknown("model", experiment.model, [AUTO, *MODELS])
     data, federation = build_federation(experiment.data, experiment.seed, dataset)
     seen, unseen = federation.hold_back(experiment.unseen_clients, experiment.seed)
     built = build_around(experiment.model_copy(update={"data": data}), seen)
@@ -43,48 +46,34 @@ def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
     return built._replace(unseen=unseen)
 
 
-def check_names(experiment: Experiment) -> None:
-    algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
-    usable_device(experiment.engine.device)
-    if experiment.model not in (AUTO, *MODELS):
-        raise unknown("model", experiment.model, [AUTO, *MODELS])
-
-
-def build_around(experiment: Experiment, federation: Outline) -> Built:
-    """Build an experiment whose federation is known, with one of our models."""
-    name = model_for(federation.shape) if experiment.model == AUTO else experiment.model
-    module = build_model(name, federation.shape, len(federation.classes), generator(experiment.seed, "model"))
-    known = datasets.KNOWN.get(experiment.data.dataset)
-    lr = known.lr if known else DEFAULT_LR
-    return _build_method(experiment.model_copy(update={"model": name}), federation, task_of(module), lr)
-
-
-def build_own(experiment: Experiment, federation: Federation, module: nn.Module) -> Built:
-    """Build an experiment around a federation and a module that the caller brings (`simulate`)."""
-    task, batch_size = task_of(module), experiment.training.batch_size
-    sizes = {stop - start for n in set(federation.num_examples.tolist()) for start, stop in batch_bounds(n, batch_size)}
-    task.check(federation.normalise(federation.train[0].x[: min(sizes)]), len(federation.classes))
-    return _build_method(experiment, federation, task, DEFAULT_LR)
-
-
-def _build_method(experiment: Experiment, federation: Outline, task: Task, lr: float) -> Built:
-    training = experiment.training
+def build_around(experiment: Experiment, federation: Outline, module: nn.Module | None = None) -> Built:
+    """Build an experiment whose federation is known, around the caller's module (`simulate`) or one of our models."""
+    model, training, section = experiment.model, experiment.training, experiment.algorithm
+    num_clients, num_classes, lr = len(federation), len(federation.classes), DEFAULT_LR
+    if module is None:
+        model = model_for(federation.shape) if model == AUTO else model
+        task = task_of(build_model(model, federation.shape, num_classes, generator(experiment.seed, "model")))
+        known = datasets.KNOWN.get(experiment.data.dataset)
+        lr = known.lr if known else DEFAULT_LR
+    else:
+        assert isinstance(federation, Federation)
+        task, sizes = task_of(module), set(federation.num_examples.tolist())
+        smallest = min(stop - start for size in sizes for start, stop in batch_bounds(size, training.batch_size))
+        task.check(federation.normalise(federation.train[0].x[:smallest]), num_classes)
     if training.lr == AUTO:
         training = training.model_copy(update={"lr": lr})
     if training.augment:
         federation.check_images()
-    section = experiment.algorithm
     method = algorithms.create(section.name, task, training, section.options)
-    num_numbers = len(federation) * sum(task.layers.num_parameters)
-    check_affordable(f"the models of {len(federation)} clients", num_numbers)
-    method.check(len(federation))
-    check_faults(experiment.faults, len(federation), training.local_epochs)
+    check_affordable(f"the models of {num_clients} clients", num_clients * sum(task.layers.num_parameters))
+    method.check(num_clients)
+    check_faults(experiment.faults, num_clients, training.local_epochs)
     options = algorithms.resolve_options(section.name, section.options)
-    resolved = experiment.model_copy(
-        update={
-            "training": training,
-            "algorithm": AlgorithmSection(name=section.name, **options),
-            "engine": resolve_engine(experiment.engine, task.module),
-        }
-    )
-    return Built(resolved, federation, method, note=method.notice(experiment.rounds * experiment.participation))
+    resolved = {
+        "model": model,
+        "training": training,
+        "algorithm": AlgorithmSection(name=section.name, **options),
+        "engine": resolve_engine(experiment.engine, task.module),
+    }
+    note = method.notice(experiment.rounds * experiment.participation)
+    return Built(experiment.model_copy(update=resolved), federation, method, note)

@@ -14,9 +14,8 @@ from pfedla.data.dataset import Dataset
 from pfedla.report.figures import draw_comparison
 from pfedla.report.tables import Row, comparison_json, comparison_markdown
 from pfedla.runs.build import build
-from pfedla.runs.experiment import Experiment
-from pfedla.runs.folder import EXPERIMENT, RUNS, RunFolder, last_numbered, new_folder, next_numbered
-from pfedla.runs.overrides import overlay
+from pfedla.runs.experiment import Experiment, overlay
+from pfedla.runs.folder import EXPERIMENT, RUNS, RunFolder, new_folder, number_folder
 from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
@@ -62,7 +61,7 @@ def plan_comparison(
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
     default = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
-    folder = out or (last_numbered(default) if resume else next_numbered(default))
+    folder = out or number_folder(default, resume=resume)
     return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
 
 

@@ -1,7 +1,4 @@
-"""An experiment is data: a strict TOML file, or the same as options. A run is a function of it and its seed.
-
-This module does not import torch: the command line makes its options from it.
-"""
+"""An experiment is data: a strict TOML file, or the same as options. Imports no torch: the command line needs it."""
 
 import tomllib
 from collections.abc import Mapping
@@ -12,19 +9,9 @@ import tomli_w
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from pfedla.core import settings
 from pfedla.core.errors import PfedlaError, shown, unknown
-from pfedla.core.settings import (
-    AUTO,
-    CheckpointSettings,
-    EngineSettings,
-    Faults,
-    Option,
-    Positive,
-    Recalibrate,
-    Section,
-    Training,
-    UploadSettings,
-)
+from pfedla.core.settings import AUTO, Option, Positive, Section
 from pfedla.data.recipe import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
@@ -55,17 +42,17 @@ class Experiment(Section):
     """Share of the clients that join only after the last round."""
     evaluate_every: Positive = 1
     """Test all personal models after every so many rounds, and always after the last."""
-    recalibrate: Recalibrate = "unsampled"
+    recalibrate: settings.Recalibrate = "unsampled"
     """Whose BatchNorm statistics are estimated anew before a test."""
     model: Annotated[str, Option("model")] = AUTO
     """cnn, cnn-bn (the paper's), small-cnn, mlp. auto: by the shape of the examples."""
     data: Data = Data()
-    training: Training = Training()
+    training: settings.Training = settings.Training()
     algorithm: AlgorithmSection = AlgorithmSection()
-    engine: EngineSettings = EngineSettings()
-    uploads: UploadSettings = UploadSettings()
-    faults: Faults = Faults()
-    checkpoint: CheckpointSettings = CheckpointSettings()
+    engine: settings.EngineSettings = settings.EngineSettings()
+    uploads: settings.UploadSettings = settings.UploadSettings()
+    faults: settings.Faults = settings.Faults()
+    checkpoint: settings.CheckpointSettings = settings.CheckpointSettings()
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -108,17 +95,14 @@ class Place(NamedTuple):
 def list_settings() -> dict[str, Place]:
     """Return every setting by its short name: the name of its option, or its key. Made from the sections' fields."""
     found: dict[str, Place] = {}
-
-    def add(section: str, fields: Mapping[str, FieldInfo]) -> None:
-        for key, field in fields.items():
+    sections: list[tuple[str, type[Section]]] = [("", Experiment)]
+    for section, kind in sections:
+        for key, field in kind.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                add(key, field.annotation.model_fields)
+                sections.append((key, field.annotation))  # its turn comes later
                 continue
             option = next((mark for mark in field.metadata if isinstance(mark, Option)), None)
-            name = option.name.replace("-", "_") if option else key
-            found[name] = Place(section, key, field, option)
-
-    add("", Experiment.model_fields)
+            found[option.name.replace("-", "_") if option else key] = Place(section, key, field, option)
     return found
 
 
@@ -134,17 +118,16 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     from pfedla.algorithms import default_options
 
     values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    engine, algorithm = values.get("engine", {}), values.get("algorithm", {})
+    engine, algorithm = values.get("engine"), values.get("algorithm")
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
         engine["compile"] = engine["compile"] == "on"
-    if isinstance(algorithm, dict) and algorithm:
-        algorithm = {key: value for key, value in algorithm.items() if value not in REMOVED.get(key, ())}
-        values["algorithm"] = algorithm
-    if isinstance(algorithm, dict) and "rule" in algorithm:
-        if algorithm.pop("rule") == "held-out":
+    if isinstance(algorithm, dict):
+        rule = algorithm.pop("rule", None)
+        if rule == "held-out":
             algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
-        known = default_options(algorithm.get("name", "pfedla"))
-        values["algorithm"] = {key: value for key, value in algorithm.items() if key == "name" or key in known}
+        known = algorithm if rule is None else ["name", *default_options(algorithm.get("name", "pfedla"))]
+        removed = [key for key, value in algorithm.items() if key not in known or value in REMOVED.get(key, ())]
+        values["algorithm"] = {key: value for key, value in algorithm.items() if key not in removed}
     return values
 
 
@@ -156,8 +139,6 @@ def _explain(error: ValidationError) -> str:
         section = where[0] if len(where) > 1 else None
         fields: Any = Experiment.model_fields[section].annotation if section else Experiment
         return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
-    if problem["type"] == "model_type":
-        return f"{key} = {shown(problem['input'])}: [{key}] is a section"
     # A union ("auto" or a number) reports each of its members.
     same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
     messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
@@ -169,7 +150,59 @@ def read_toml(path: Path) -> dict[str, Any]:
     path = path / "experiment.toml" if path.is_dir() else path
     try:
         return upgrade(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise PfedlaError(f"{path}: no such experiment file") from None
     except (OSError, ValueError) as error:
-        raise PfedlaError(f"{path}: not a TOML file: {error}") from None
+        raise PfedlaError(f"{path}: no experiment file: {error}") from None
+
+
+def gather(file: Path | None, options: Mapping[str, Any], sets: list[str], *, spread: bool = False) -> dict[str, Any]:
+    """Merge the experiment file, the options that were given, and --set; each overrides the one before.
+
+    Options in the file's [algorithm] belong to the algorithm it names; they are dropped if the command names another.
+    With `spread` (compare) they move into a section of that name.
+    """
+    values = read_toml(file) if file else {}
+    section = values.get("algorithm")
+    if isinstance(section, dict):
+        named = section.get("name", "pfedla")
+        if spread and isinstance(named, str):
+            overridden = {"algorithm.name", *(one.partition("=")[0].strip() for one in sets)}
+            own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in overridden}
+            values = overlay({named: own} if own else {}, values)
+        elif options.get("algorithm") not in (None, named):
+            values["algorithm"] = {}
+    values = overlay(values, nest({name: value for name, value in options.items() if value is not None}))
+    for assignment in sets:
+        values = overlay(values, parse_assignment(assignment))
+    return values
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Put settings given by their short names into their sections."""
+    values: dict[str, Any] = {}
+    for name, value in flat.items():
+        place = list_settings()[name]
+        values = overlay(values, {place.section: {place.key: value}} if place.section else {place.key: value})
+    return values
+
+
+def parse_assignment(assignment: str) -> dict[str, Any]:
+    """Parse one "section.key=value"; the value is TOML, a bare word is a string."""
+    path, equals, text = assignment.partition("=")
+    parts = path.strip().split(".")
+    if not equals or len(parts) > 2 or not all(parts):
+        raise PfedlaError(f"--set {shown(assignment)}: write section.key=value, for example algorithm.neighbours=5")
+    try:
+        # No option takes a NaN, but `nan` is the name of an attack.
+        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        value = text
+    return {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}}
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested dictionaries; `above` wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        merged[key] = overlay(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged

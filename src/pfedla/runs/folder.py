@@ -1,39 +1,53 @@
-"""The run folder on disk: one process at a time, what the run is made of, and whether it can be resumed."""
+"""The run folder: what the run is made of, a line per evaluated round, its weights, its whole state. Never a pickle.
+
+checkpoints/round-<r>.safetensors holds the server's state, every client's, and the snapshots of alpha;
+checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files. Together they are what the
+run has in memory after round r.
+"""
 
 import errno
+import hashlib
 import json
 import os
 import platform
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count, takewhile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SkipValidation
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pfedla import __version__
+from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_object, safe_name, write_text
+from pfedla.core.files import read_json, read_object, read_tensors, safe_name, sha256, write_text, write_whole
+from pfedla.core.rounds import Traffic
+
 from pfedla.data.federation import Outline
 from pfedla.data.partition import split_statistics
 from pfedla.report.reading import read_result, round_of
-from pfedla.runs.checkpoint import ALPHA, FORMAT, LINES, Checkpoints, RunState, check_same, differences
-from pfedla.runs.experiment import Experiment, read_toml
+from pfedla.runs.build import Built
+from pfedla.runs.experiment import Experiment, read_toml, upgrade
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
-RESUME = "choose another folder with --out, or resume it with --resume"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-MIB = 2**20
+FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
+LINES, ALPHA, CHECKPOINTS = "rounds.jsonl", "alpha.safetensors", "checkpoints"
+SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
+SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
+Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
-def new_folder(path: Path, hint: str = RESUME) -> Path:
+def new_folder(path: Path, hint: str = "choose another folder with --out, or resume it with --resume") -> None:
     """Make a folder that was not there before: nothing is ever overwritten."""
     try:
         path.mkdir(parents=True)
@@ -41,7 +55,6 @@ def new_folder(path: Path, hint: str = RESUME) -> Path:
         raise PfedlaError(f"{path} exists already and is never overwritten; {hint}") from None
     except OSError as error:
         raise PfedlaError(f"{path} cannot be made: {error.strerror}") from None
-    return path
 
 
 class RunFolder:
@@ -53,7 +66,6 @@ class RunFolder:
         if not self.reopened:
             new_folder(path)
         self._lock = FileLock(path / ".lock")
-        self.has_rounds = False  # whether there is anything worth keeping
 
     def __enter__(self) -> Self:
         try:
@@ -62,90 +74,83 @@ class RunFolder:
             raise PfedlaError(f"{self.path} is in use by another process; wait, or choose another folder") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not self.reopened and not self.has_rounds:
-            shutil.rmtree(self.path, ignore_errors=True)  # it failed before anything was learned: leave nothing behind
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave nothing of a run that failed before anything was learned; say of a full disk what is safe."""
+        rounds = self.checkpoints.rounds()
+        if error is not None and not self.reopened and not rounds and not (self.path / LINES).exists():
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
+        is_full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+        if is_full or (isinstance(error, SafetensorError) and "I/O error" in str(error)):
+            safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
+            raise OSError(f"{self.path} cannot be written: {error}; {safe}") from error
 
-    def begin(self, experiment: Experiment, say: Callable[[str], None]) -> dict[str, Any] | None:
-        """Write the experiment, or check that it is the same as before; return the result of a finished run."""
-        self.experiment = experiment
-        self.checkpoints = Checkpoints(self.path, experiment.identity(), experiment.checkpoint, say)
-        result = None
-        if self.reopened and (self.path / EXPERIMENT).exists():
+    def begin(self, built: Built, say: Callable[[str], None]) -> dict[str, Any] | None:
+        """Write what the run is, or check that it is the same as before; return the result of a finished run."""
+        experiment = self.experiment = built.experiment
+        self.checkpoints = Checkpoints(self.path, experiment, say)
+        if not self.reopened:
+            write_text(self.path / EXPERIMENT, experiment.to_toml())
+        elif (self.path / EXPERIMENT).exists():
             before = Experiment.parse(read_toml(self.path / EXPERIMENT))
-            check_same(self.path, before.identity(), experiment.identity())
+            check_same(self.path, before, experiment)
             if experiment.rounds < before.rounds:
                 raise PfedlaError(f"{self.path} has {before.rounds} rounds: it can be extended, not shortened")
             result = read_result(self.path / RESULT) if (self.path / RESULT).exists() else None
-        elif self.reopened and any(self.path.glob("[!.]*")):
-            raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
-        if result is not None and result["rounds"] < experiment.rounds:
-            if not self.checkpoints.rounds():
+            if result is not None and result["rounds"] >= experiment.rounds:
+                return result
+            if result is not None and not self.checkpoints.rounds():
                 raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
-            return None
-        if not self.reopened:
-            self.write(EXPERIMENT, experiment.to_toml())
-        return result
+        elif any(self.path.glob("[!.]*")):
+            raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
+        self._describe(built, say)
+        return None
 
-    def prepare_resume(self, state: RunState) -> None:
-        """Make the folder ready for the rounds after `state`. Nothing can be refused any more."""
-        self.has_rounds = state.round > 0
-        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete, so it goes first
-        (self.path / ALPHA).unlink(missing_ok=True)
-        self.write(EXPERIMENT, self.experiment.to_toml())
-        if not (self.path / LINES).exists():
-            return
-        # Drop the lines of rounds that are run again, and of one that was evaluated only as a shorter run's last.
-        kept = []
-        for line in (self.path / LINES).read_text(encoding="utf-8", errors="replace").splitlines():
-            if (number := round_of(line)) is not None:  # else it was cut off while it was written
-                wanted = number % self.experiment.evaluate_every == 0 or number == self.experiment.rounds
-                kept += [line] if number <= state.round and wanted else []
-        self.write(LINES, "".join(f"{line}\n" for line in kept))
-
-    def describe(self, federation: Outline, unseen: Outline | None, say: Callable[[str], None]) -> None:
+    def _describe(self, built: Built, say: Callable[[str], None]) -> None:
         """Write what the run is made of and runs on; of a resumed one, refuse other data and name another machine."""
-        made_of, runs_on = describe_federation(federation), describe_environment()
-        if unseen is not None:
-            made_of["unseen"] = unseen.names
-        if self.reopened and (self.path / FEDERATION).exists():
+        made_of, runs_on = describe_federation(built.federation), describe_environment()
+        if built.unseen is not None:
+            made_of["unseen"] = built.unseen.names
+        if (self.path / FEDERATION).exists():
             before = read_object(self.path / FEDERATION).get("fingerprint")
             if before and made_of["fingerprint"] and before != made_of["fingerprint"]:  # a server may not know it
                 raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
         else:
             self.write_json(FEDERATION, made_of)
-        if self.reopened and (self.path / ENVIRONMENT).exists():
+        if (self.path / ENVIRONMENT).exists():
             started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
             if changed := differences(started_on, runs_on):
                 say(f"another environment than the run was started in ({'; '.join(changed)}): the last bits may differ")
         else:
             self.write_json(ENVIRONMENT, runs_on)
 
-    def write(self, name: str, text: str) -> None:
-        write_text(self.path / name, text)
+    def prepare_resume(self, round: int) -> None:
+        """Make the folder ready for the rounds after `round`. Nothing can be refused any more."""
+        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete, so it goes first
+        (self.path / ALPHA).unlink(missing_ok=True)
+        write_text(self.path / EXPERIMENT, self.experiment.to_toml())
+        # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
+        path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        numbered = [(round_of(line), line) for line in lines]
+        kept = [line for n, line in numbered if n and n <= round and (n % every == 0 or n == rounds)]
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+    def add_line(self, line: dict[str, Any]) -> None:
+        with (self.path / LINES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        self.write(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-    @contextmanager
-    def name_disk_errors(self) -> Iterator[None]:
-        """Say of a file that could not be written: the folder, the free space, and what is safe."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            if error.errno not in DISK_ERRORS if isinstance(error, OSError) else "I/O error" not in str(error):
-                raise
-            usage = shutil.disk_usage(self.path if self.path.exists() else self.path.parent)
-            space = f"{usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB are free"
-            rounds = self.checkpoints.rounds()
-            safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
-            raise OSError(f"{self.path} cannot be written: {error}; {space}; {safe}") from error
+        write_text(self.path / name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def describe_environment() -> dict[str, Any]:
+    """Return versions and machine. BLAS picks kernels by CPU model, so the last bits can differ between CPUs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""  # only Linux has it
+    known = dict(re.findall(r"^([\w ]+\w)\s*: (.*)$", text, re.MULTILINE))
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
+    cpu_model = " ".join(f"{name} {known[name]}" for name in names if name in known)
     return {
         "format": FORMAT,
         "pfedla": __version__,
@@ -154,59 +159,196 @@ def describe_environment() -> dict[str, Any]:
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_model": read_cpu_model(),
+        "cpu_model": cpu_model or platform.processor(),
         "cores": os.cpu_count(),
     }
-
-
-def read_cpu_model() -> str:
-    """Return CPU vendor and model. BLAS picks kernels by model, so the last bits can differ between CPUs."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return platform.processor()
-    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
-    return " ".join(f"{name} {known[name]}" for name in names if name in known)
 
 
 def describe_federation(federation: Outline) -> dict[str, Any]:
     """Return what federation.json holds: the split, and how heterogeneous the clients are, as far as it is known."""
     counts = federation.class_counts()
-    by_class: dict[str, Any] = {"train": [], "test": [], "statistics": {}}
-    if counts is not None:
-        statistics = split_statistics(counts)
-        by_class = {"train": counts[:, 0].tolist(), "test": counts[:, 1].tolist(), "statistics": statistics}
     return {
-        "shape": federation.shape,
-        "classes": federation.classes,
-        "mean": federation.mean,
-        "std": federation.std,
+        **{key: getattr(federation, key) for key in ("shape", "classes", "mean", "std", "subset")},
         "clients": federation.names,
-        "subset": federation.subset,
         "leaked_test_share": federation.leaked_share,
         "fingerprint": federation.fingerprint(),
-        **by_class,
+        "train": [] if counts is None else counts[:, 0].tolist(),
+        "test": [] if counts is None else counts[:, 1].tolist(),
+        "statistics": {} if counts is None else split_statistics(counts),
     }
 
 
 def folder_name(experiment: Experiment) -> str:
     """Return <algorithm>-<dataset>-<partition>-s<seed>."""
-    data = experiment.data
-    return f"{experiment.algorithm.name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    data, name = experiment.data, experiment.algorithm.name
+    return f"{name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
 
 
-def next_numbered(path: Path) -> Path:
-    """Return the first of path, path-2, path-3, … that is free."""
-    return next(candidate for candidate in _candidates(path) if not candidate.exists())
+def number_folder(path: Path, *, resume: bool = False) -> Path:
+    """Return the first of path, path-2, path-3, … that is free; with `resume` the last that is there, if one is."""
+    candidates = [path]
+    while candidates[-1].exists():
+        candidates.append(path.with_name(f"{path.name}-{len(candidates) + 1}"))
+    return candidates[-2] if resume and len(candidates) > 1 else candidates[-1]
 
 
-def last_numbered(path: Path) -> Path:
-    """Return the last of path, path-2, … that exists; `path` if none does."""
-    there = list(takewhile(Path.exists, _candidates(path)))
-    return there[-1] if there else path
+class RunState(BaseModel):
+    """A run after a round. With the clients' private state it is all that the next round depends on."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    server: Annotated[ServerState, SkipValidation, Field(exclude=True)]
+    alphas: Annotated[list[Tensor], SkipValidation, Field(exclude=True)] = []
+    alpha_rounds: Annotated[list[Count], FailFast()] = []  # the round after which each was taken; 0 is the start
+    after_training: Annotated[list[float | None], FailFast()]  # accuracy by client; None: it has never trained
+    round: Count = 0
+    traffic: Traffic = Traffic()
+    failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
+    failed_rounds: Count = 0  # in a row, up to now
+    seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
+
+    def take_snapshot(self, algorithm: Algorithm, planned: set[int]) -> None:
+        """Keep alpha after a planned round. Leave out what was taken before the run was extended and is not planned."""
+        alpha = algorithm.alpha(self.server)
+        if alpha is not None and self.round in planned:
+            taken = dict(zip(self.alpha_rounds, self.alphas, strict=True)) | {self.round: alpha}
+            self.alpha_rounds = [round for round in taken if round in planned]
+            self.alphas = [taken[round] for round in self.alpha_rounds]
 
 
-def _candidates(path: Path) -> Iterator[Path]:
-    yield path
-    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
+    state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
+    state.take_snapshot(algorithm, plan_snapshots(algorithm, num_clients))
+    return state
+
+
+class Checkpoints:
+    """The last two checkpoints of a run, and when the next is due."""
+
+    def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
+        self.run, self.experiment, self.identity, self.say = run, experiment, experiment.identity(), say
+        self.folder = run / CHECKPOINTS
+        self._saved_at, self._saved_round = time.monotonic(), 0
+
+    def rounds(self) -> list[int]:
+        """Return after which rounds there is a checkpoint, ascending; the tensors without their JSON do not count."""
+        names = (path.stem.removeprefix("round-") for path in self.folder.glob("round-*.json"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def is_due(self, round: int) -> bool:
+        every, minutes = self.experiment.checkpoint.rounds, self.experiment.checkpoint.minutes
+        by_time = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return by_time or (every > 0 and round % every == 0)
+
+    def save(self, state: RunState, clients: Params) -> None:
+        """Write a checkpoint, unless there is one of this round; the lines up to here are on disk before it is."""
+        if state.round == self._saved_round:
+            return
+        with (self.run / LINES).open("ab") as lines:
+            os.fsync(lines.fileno())
+        self.folder.mkdir(exist_ok=True)
+        tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
+        tensors = {name: value.contiguous() for name, value in tensors.items()}
+        path = self.folder / f"round-{state.round}.json"
+        tensors_path = path.with_suffix(".safetensors")
+        try:
+            write_whole(tensors_path, lambda path: save_file(tensors, path))
+            content = {"format": FORMAT, "experiment": self.identity}
+            content |= {"tensors_sha256": sha256(tensors_path), **state.model_dump(mode="json")}
+            content = {"sha256": _digest(content), "state": content}
+            text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+            write_text(path, text + "\n")
+        finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
+            kept = [round for round in self.rounds() if round <= state.round][-2:]
+            whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
+            for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
+                other.unlink(missing_ok=True)
+        self._saved_at, self._saved_round = time.monotonic(), state.round
+
+    def load_newest(self, fresh: RunState, clients: Params) -> tuple[RunState, Params] | None:
+        """Return the newest whole checkpoint, in the form of a fresh run's state and clients; None if there is none."""
+        problem = None
+        for round in reversed(self.rounds()):
+            try:
+                return self._load(round, fresh, clients)
+            except PfedlaError as error:
+                problem = f"the checkpoint after round {round} cannot be used: {error}"
+                self.say(problem)
+        if problem is not None:
+            raise PfedlaError(f"{problem}; no other can be used either: start again in a new folder")
+        return None
+
+    def _load(self, round: int, fresh: RunState, clients: Params) -> tuple[RunState, Params]:
+        path = self.folder / f"round-{round}.json"
+        content = read_json(path)
+        try:
+            stored = content["state"]
+            if content["sha256"] != _digest(stored) or stored.pop("format") not in (1, FORMAT):
+                raise ValueError("its content does not match its checksum")
+            experiment, tensors_sha256 = stored.pop("experiment"), stored.pop("tensors_sha256")
+            state = RunState.model_validate({**stored, "server": {}})
+            if (state.round, len(state.after_training)) != (round, len(fresh.after_training)):
+                raise ValueError(f"it is of round {state.round} and of {len(state.after_training)} clients")
+        except (TypeError, KeyError, AttributeError, ValueError) as error:  # also pydantic's ValidationError
+            raise PfedlaError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+        check_same(self.run, Experiment.parse(upgrade(experiment)), self.experiment)
+        tensors_path = path.with_suffix(".safetensors")
+        alphas = torch.stack(fresh.alphas).expand(len(state.alpha_rounds), -1, -1, -1) if fresh.alphas else None
+        tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
+        if sha256(tensors_path) != tensors_sha256:
+            raise PfedlaError(f"{tensors_path} is damaged: its content does not match its checksum")
+        # Clones: what was read may lie anywhere in memory, and kernels may round by how a tensor is aligned.
+        tensors = {name: value.clone() for name, value in tensors.items()}
+        state.alphas = list(tensors.get("alphas", ()))
+        for group, part in fresh.server.items():
+            state.server[group] = {name: tensors[f"server/{group}/{name}"] for name in part}
+        self._saved_round = round
+        return state, {name: tensors[f"clients/{name}"] for name in clients}
+
+
+def check_same(run: Path, before: Experiment, now: Experiment) -> None:
+    """Refuse to resume a run whose identity differs."""
+    if changed := differences(before.identity(), now.identity()):
+        problem = f"Cannot resume {run}: settings differ ({'; '.join(changed)})"
+        raise PfedlaError(f"{problem}. Use the original settings, or another --out")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return one phrase per key that differs, with both values."""
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) or isinstance(new, Mapping):
+            found += differences(old or {}, new or {}, f"{prefix}{key}.")
+        elif json.dumps(old) != json.dumps(new):  # also 1 and 1.0
+            was, is_now = ("unset" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
+            found.append(f"{prefix}{key}: {was} -> {is_now}")
+    return found
+
+
+def plan_snapshots(algorithm: Algorithm, num_clients: int, rounds: int = 1) -> set[int]:
+    """Return after which rounds a run keeps alpha: a hundred at most, as far as memory allows, and the last.
+
+    The interval is a power of two: a run that is extended has taken all the snapshots that the longer one needs.
+    """
+    affordable = min(SNAPSHOTS, SNAPSHOT_NUMBERS // (num_clients * len(algorithm.task.layers) * num_clients))
+    interval = 1 << (-(-rounds // max(1, affordable)) - 1).bit_length()
+    return {*range(0, rounds, interval), rounds} if affordable else set()
+
+
+def write_alpha(run: Path, state: RunState, layers: Sequence[str], *, at_end: bool = True) -> None:
+    """Write alpha.safetensors: at the end, and before it for `pfedla watch` while it is small."""
+    if not at_end and sum(alpha.numel() for alpha in state.alphas) > SHOWN_NUMBERS:
+        (run / ALPHA).unlink(missing_ok=True)  # old weights must not be taken for those of now
+    elif state.alphas:
+        tensors = {"alpha": torch.stack(state.alphas).contiguous(), "rounds": torch.tensor(state.alpha_rounds)}
+        metadata = {"layers": json.dumps(layers)}  # one entry only: several are written in a random order
+        write_whole(run / ALPHA, lambda file: save_file(tensors, file, metadata), to_disk=at_end)
+
+
+def _flatten(server: ServerState, clients: Params, alphas: Tensor | None) -> Params:
+    named = {f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()}
+    return named | {f"clients/{n}": v for n, v in clients.items()} | ({} if alphas is None else {"alphas": alphas})
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

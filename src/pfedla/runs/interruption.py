@@ -5,50 +5,41 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import Any, Self
 
 EXIT_CODE = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 STOPPING = b"\nstopping: the clients at work finish, then the run is saved; press again to stop at once\n"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # the terminal was closed
 
 
 class Interruption:
     """While it is entered, `wanted()` says whether a signal has come."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
+        self.quiet, self._wanted = quiet, False
         self.at_once: Callable[[], object] = lambda: None  # called before a second signal ends the process
-        self._wanted = False
         self._before: dict[signal.Signals, Any] = {}
 
     def wanted(self) -> bool:
         return self._wanted
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._wanted:  # do not wait for the clients at work: what is on disk is whole at any moment
+    def _handle(self, number: int, frame: object) -> None:
+        is_second, self._wanted = self._wanted, True
+        with suppress(OSError):  # nobody may read it; not through the buffer, which may be in use
+            if not self.quiet and (not is_second or os.isatty(2)):
+                os.write(2, SHOW_CURSOR if is_second else STOPPING)
+        if is_second:  # do not wait for the clients at work: what is on disk is whole at any moment
             self.at_once()
-            if os.isatty(2):
-                _write(SHOW_CURSOR)
             os._exit(EXIT_CODE)
-        self._wanted = True
-        if not self.quiet:
-            _write(STOPPING)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            hangup = [number for number in HANGUP if signal.getsignal(number) == signal.SIG_DFL]  # else nohup
-            self._before = {number: signal.signal(number, self._handle) for number in [*SIGNALS, *hangup]}
+            caught = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal was closed, and there is no nohup
+                caught.append(signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def _write(message: bytes) -> None:
-    """Write to standard error, though nobody may read it; not to its buffer, which may be in use."""
-    with suppress(OSError):
-        os.write(2, message)

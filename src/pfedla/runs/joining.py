@@ -28,11 +28,10 @@ from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.client import make_client, one_thread
 from pfedla.engines.simulated import TRAINED, attempt
 from pfedla.runs.build import build_around
-from pfedla.runs.checkpoint import ALPHA, Checkpoints, RunState
 from pfedla.runs.experiment import SITES, Experiment
-from pfedla.runs.folder import RESULT, new_folder
+from pfedla.runs.folder import ALPHA, RESULT, Checkpoints, RunState, fresh_state, new_folder, plan_snapshots
 from pfedla.runs.personal import JOINED, load_unseen, read_run
-from pfedla.runs.run import Run, can_keep_alpha, fresh_state
+from pfedla.runs.run import Run
 
 ROUNDS = 10
 
@@ -138,7 +137,7 @@ class _UnseenClient:
     def _alpha(self) -> list[Tensor]:
         """Return the client's row of alpha in a list; an empty one if there is none, or it is too large."""
         place = self.client.number
-        if not can_keep_alpha(place + 1, len(self.method.task.layers)):
+        if not plan_snapshots(self.method, place + 1):
             return []
         alpha = self.method.alpha(self.server)
         return [] if alpha is None else [alpha[place].clone()]
@@ -246,7 +245,7 @@ def join_run(
     folder = run / JOINED / safe_name(name or unseen.names[0])
     if folder.exists():
         raise PfedlaError(f"{folder} exists already and is never overwritten; give another --name")
-    state = _load_last(Checkpoints(run, experiment.identity(), say=say), method, count, experiment.seed)
+    state = _load_last(Checkpoints(run, experiment, say), method, count, experiment.seed)
     joined = join(method, state.server, unseen, count, experiment, after=state.round, rounds=rounds)
     result = {
         "algorithm": method.name,

@@ -14,8 +14,7 @@ from pfedla.core.tasks import load_tensors
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
-from pfedla.runs.checkpoint import FORMAT, write_alpha
-from pfedla.runs.folder import RESULT, RunFolder
+from pfedla.runs.folder import FORMAT, RESULT, RunFolder, write_alpha
 
 if TYPE_CHECKING:
     from pfedla.runs.run import Run

@@ -17,8 +17,7 @@ from typing import Any, Literal, Protocol, Self
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
-from pfedla.runs.checkpoint import LINES
-from pfedla.runs.folder import EXPERIMENT
+from pfedla.runs.folder import EXPERIMENT, LINES
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
 MEASURES = (  # keys of rounds.jsonl and result.json that are metrics
