@@ -22,6 +22,7 @@ from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.report.tables import comparison_markdown
 from pfedla.runs.build import build
+from pfedla.runs.checkpoint import RunState
 from pfedla.runs.comparison import compare, plan_comparison
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import RunFolder
@@ -47,7 +48,7 @@ def trained(name: str, federation: Federation, **options: Any) -> tuple[Algorith
 
 
 def join_one(algorithm: Algorithm, server: ServerState, unseen: Federation, rounds: int = ROUNDS) -> Joined:
-    return join(algorithm, server, unseen, 5, Experiment(), after=3, rounds=rounds)
+    return join(algorithm, RunState(server=server, after_training=[None] * 5, round=3), unseen, Experiment(), rounds)
 
 
 @pytest.mark.parametrize("name", JOINING)
@@ -58,7 +59,7 @@ def test_joining_changes_nobody_else_and_is_repeatable(name: str) -> None:
     joined, again = (join_one(algorithm, server, unseen) for _ in range(2))
     assert_same(flat(server), flat(kept))
     assert_same(joined.model, again.model)
-    assert (joined.accuracies(), joined.traffic) == (again.accuracies(), again.traffic)
+    assert (joined.accuracy, joined.traffic) == (again.accuracy, again.traffic)
     assert joined.model.keys() == algorithm.task.initial().keys()
     assert all(value.isfinite().all() for value in joined.model.values())
     if joined.alphas is not None:
@@ -85,7 +86,7 @@ def test_fedavg_gives_the_global_model_and_fedrep_its_body_with_a_head() -> None
     federation, unseen = split()
     algorithm, server = trained("fedavg", federation)
     joined = join_one(algorithm, server, unseen)
-    assert (joined.rounds, joined.after_training, joined.traffic.up_bytes) == (0, None, 0)
+    assert (joined.rounds, joined.accuracy["after_training"], joined.traffic.up_bytes) == (0, None, 0)
     assert_same(joined.model, server["model"])
     tuned = join_one(make("fedavg-ft"), server, unseen)
     assert tuned.rounds == 0
@@ -124,7 +125,8 @@ def test_an_unseen_client_finds_the_clients_that_are_like_it(form: str, sign: in
     def join_after_30(name: str, **options: Any) -> Joined:
         algorithm = make(name, epochs=5, batch_size=32, **options)
         server = play(algorithm, federation, rounds=range(1, 31), evaluate_every=30)[0][-1].server
-        return join(algorithm, server, unseen, 6, Experiment(), after=30)
+        state = RunState(server=server, after_training=[None] * 6, round=30)
+        return join(algorithm, state, unseen, Experiment())
 
     joined = join_after_30("pfedla-heldout", hypernetwork=form, warm_up=5)
     assert joined.alphas is not None
@@ -132,8 +134,8 @@ def test_an_unseen_client_finds_the_clients_that_are_like_it(form: str, sign: in
     assert (others < 0.2).all()
     assert (alike > 1.5 * others).all()
     assert alike[-1] > 0.8  # the layer in which the clusters differ
-    assert joined.after > joined.before + 0.2
-    assert joined.after > join_after_30("fedavg").after + 0.2
+    assert joined.accuracy["after"] > joined.accuracy["before"] + 0.2
+    assert joined.accuracy["after"] > join_after_30("fedavg").accuracy["after"] + 0.2
 
 
 # The command
