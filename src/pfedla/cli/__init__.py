@@ -11,15 +11,13 @@ from rich.markup import escape
 
 from pfedla.cli.data_commands import data_app
 from pfedla.cli.deploy import deploy_app
-from pfedla.cli.look import report, watch
 from pfedla.cli.reproduce import reproduce
 from pfedla.cli.train import algorithms, compare, run
-from pfedla.cli.use import communication, evaluate, export, join
+from pfedla.cli.use import communication, evaluate, export, join, report, watch
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 
 app = typer.Typer(
-    help="Personalised federated learning: learn how much of each layer to borrow from whom.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
