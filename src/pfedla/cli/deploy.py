@@ -16,16 +16,13 @@ from pfedla.runs.overrides import gather
 deploy_app = typer.Typer(
     help="A real federation on Flower: sites keep their data, a server mixes their models.", no_args_is_help=True
 )
-Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR")]
-SIMULATION_ONLY = ("engine", "threads", "device", "compile", "checkpoint_every")
-
-
+Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR", resolve_path=True)]
 TIMEOUT_HELP = "Seconds to wait for clients before a round continues without them."
 setup = partial(option, "Deployment")
 
 
 @deploy_app.command()
-@with_settings(without=SIMULATION_ONLY)
+@with_settings(without=("engine", "threads", "device", "compile", "checkpoint_every"))
 def init(
     given: dict[str, Any],
     folder: Folder,
@@ -36,12 +33,8 @@ def init(
     pixels: Annotated[bool, setup("With --shape: uint8 images (default: floats).")] = False,
     host: Annotated[list[str] | None, setup("Name or address of the server; repeatable (default: 127.0.0.1).")] = None,
     port: Annotated[int, setup("Port of the server.", min=1, max=65535)] = 9092,
-    min_clients: Annotated[
-        int, setup("Clients that must be online: with fewer a round waits, then the run stops.", min=1)
-    ] = 1,
-    wait: Annotated[
-        float, setup("Seconds to wait for clients: at first for all, then for --min-clients.", min=1)
-    ] = 300,
+    min_clients: Annotated[int, setup("Clients that must be online; else a round waits, then stops.", min=1)] = 1,
+    wait: Annotated[float, setup("Seconds to wait: at first for all clients, then for --min-clients.", min=1)] = 300,
     round_timeout: Annotated[float, setup(TIMEOUT_HELP, min=1)] = 3600,
     quiet: Quiet = False,
 ) -> None:
@@ -64,9 +57,8 @@ def init(
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
     own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
-    folder = folder.resolve()
-    options = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
-    deployment = plan_deployment(experiment, own, folder, **options)
+    limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
+    deployment = plan_deployment(experiment, own, folder, **limits)
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         say(commands, f"written to {folder}; these commands are in {folder / 'README.md'}")
@@ -91,13 +83,11 @@ def local(
     from pfedla.report.reading import read_result
     from pfedla.runs.folder import last_numbered, next_numbered
 
-    folder = folder.resolve()
     deployment = read_deployment(folder)
     sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(deployment.num_clients)]
     missing = [path for path in sites if not path.exists()]
     if deployment.experiment.data.dataset == SITES and missing:
-        count = f"{len(missing)} of {len(sites)} missing"
-        raise PfedlaError(f"the sites bring their own data: put it at {missing[0]} ({count})")
+        raise PfedlaError(f"the sites bring their own data: {len(missing)} are missing, the first is {missing[0]}")
     run_folder = (last_numbered if resume else next_numbered)(folder / "run")
     rounds, hint = rounds or deployment.experiment.rounds, f"resume with pfedla deploy local {folder} --resume"
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}

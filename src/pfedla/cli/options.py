@@ -28,15 +28,11 @@ def option(panel: str, help: str, *names: str, **bounds: Any) -> Any:
 
 
 FILE_HELP = "Experiment file or run folder. Options override its values."
-RESUME_HELP = (
-    "Resume the run in --out (or RUN, or the latest run with the default name); start a new one if there is none."
-)
+RESUME_HELP = "Resume the run in --out (or RUN, or the latest of the default name); start a new one if there is none."
+SET_HELP = "Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."
 TRACK_HELP = "Also send every round to experiment trackers, separated by commas: tensorboard, mlflow, wandb."
 File = Annotated[Path | None, typer.Argument(help=FILE_HELP, metavar="EXPERIMENT.toml", show_default=False)]
-Setting = Annotated[
-    list[str] | None,
-    option("Method", "Any key of the experiment file: --set algorithm.neighbours=5 (repeatable).", "--set"),
-]
+Setting = Annotated[list[str] | None, option("Method", SET_HELP, "--set")]
 Quiet = Annotated[bool, option("Output", "Print nothing.", "--quiet", "-q")]
 Json = Annotated[bool, option("Output", "Print the results as JSON on standard output.", "--json")]
 
@@ -98,7 +94,6 @@ def split_words(text: str) -> list[str]:
 
 
 def parse_numbers(name: str, text: str, example: str) -> list[int]:
-    """Parse whole numbers separated by commas."""
     words = split_words(text)
     for word in words:
         if not word.isdecimal() or len(word) > 19:
@@ -106,9 +101,10 @@ def parse_numbers(name: str, text: str, example: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def say(*lines: str) -> None:
-    for line in lines:
-        out_console.print(line, soft_wrap=True)
+def say(*parts: object) -> None:
+    """Print lines and tables; a terminal wraps the lines, so that a path can be copied."""
+    for part in parts:
+        out_console.print(part, soft_wrap=isinstance(part, str))
 
 
 @contextmanager

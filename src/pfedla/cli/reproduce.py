@@ -3,31 +3,24 @@
 import random
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from pfedla.cli.options import Quiet, out_console, parse_numbers, say, split_words, watching
+from pfedla.cli.options import Quiet, parse_numbers, say, split_words, watching
 from pfedla.core.errors import PfedlaError, Stopped
-
-if TYPE_CHECKING:
-    from pfedla.reproduction.grid import Cell, Grid
 
 RUNS = Path("runs/reproduce")
 
 
 def reproduce(
-    name: Annotated[
-        str | None, Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Which table or figure (default: list them).", metavar="NAME")] = None,
     dataset: Annotated[str, Option("--dataset", "-d", help="Only these data sets, separated by commas.")] = "",
     methods: Annotated[str, Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")] = "",
     clients: Annotated[str, Option(help="Only the columns with this number of clients: 10 or 100.")] = "",
     rounds: Annotated[int | None, Option(min=1, help="Rounds (default: as in grid.toml).")] = None,
     seeds: Annotated[str, Option(help="Seeds, separated by commas (default: as in grid.toml).")] = "",
-    paper_budget: Annotated[
-        bool, Option("--paper-budget", help="The paper's rounds and epochs: days on a CPU.")
-    ] = False,
+    paper_budget: Annotated[bool, Option("--paper-budget", help="The paper's budget: days on a CPU.")] = False,
     accounting_only: Annotated[bool, Option("--accounting-only", help="Compute the traffic; train nothing.")] = False,
     check: Annotated[bool, Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")] = False,
     runs: Annotated[Path, Option(help="Folder of the runs; finished runs in it are not repeated.")] = RUNS,
@@ -48,14 +41,12 @@ def reproduce(
     if name is None:
         grids = {one: load_grid(one) for one in list_names()}
         lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
-        out_console.print(terminal_table([["name", "what", "runs"], *lines]))
-        return
+        return say(terminal_table([["name", "what", "runs"], *lines]))
     grid = load_grid(name)
     if accounting_only:
         if grid.form != "retained":
             raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-        out_console.print(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
-        return
+        return say(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
     wanted = Wanted(
         datasets=split_words(dataset),
         methods=split_words(methods),
@@ -66,8 +57,7 @@ def reproduce(
     )
     folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
-        _check(grid, cells, folder / campaign.SUMMARY, quiet)
-        return
+        return _check(grid, cells, folder / campaign.SUMMARY, quiet)
     try:
         total = sum(cell.experiment.rounds for cell in cells)
         with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
@@ -75,27 +65,25 @@ def reproduce(
     except Stopped:
         _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
         raise
-    _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
+    return _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
 
 
 def _write(name: str, summary: dict[str, Any], folder: Path, quiet: bool) -> None:
     """Write the tables and figures; print the table."""
     from pfedla.report.tables import terminal_table
-    from pfedla.reproduction import paper_tables
-    from pfedla.reproduction.grid import load_paper
-    from pfedla.reproduction.paper_figures import write_figures
+    from pfedla.reproduction import grid, paper_figures, paper_tables
 
-    paper = load_paper(name)
-    paths = [*paper_tables.write_tables(summary, paper, folder), *write_figures(summary, paper, folder)]
+    paper = grid.load_paper(name)
+    paths = paper_tables.write_tables(summary, paper, folder) + paper_figures.write_figures(summary, paper, folder)
     if quiet:
         return
     if summary["cells"]:
         notes = [paper_tables.NOTE, *paper_tables.describe_columns(summary)]
-        out_console.print(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
+        say(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
     say(*(f"  {path}" for path in paths))
 
 
-def _check(grid: "Grid", cells: "list[Cell]", path: Path, quiet: bool) -> None:
+def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
     from pfedla.reproduction import campaign
 

@@ -1,25 +1,12 @@
-"""`pfedla run`, `compare` and `algorithms`."""
+"""`pfedla run` and `compare`."""
 
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from pfedla.cli.options import (
-    File,
-    Json,
-    Output,
-    Setting,
-    option,
-    out_console,
-    parse_numbers,
-    say,
-    split_words,
-    watching,
-    with_settings,
-)
+from pfedla.cli.options import File, Output, Setting, option, parse_numbers, say, split_words, watching, with_settings
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.overrides import gather
 from pfedla.runs.trackers import check_trackers
@@ -57,10 +44,9 @@ def print_result(result: dict[str, Any], folder: Path, *, quiet: bool, as_json: 
     if as_json:
         print(json.dumps({"run": str(folder), **result}))
     elif not quiet:
-        out_console.print(result_table(result))
-        seconds = f"{result['seconds']['total']:.1f} s"
-        summary = f"{traffic_line(result['traffic'])}; {seconds}; results and pictures in {folder}"
-        say(*warnings([result]), summary, *failures_lines(result))
+        spent = f"{traffic_line(result['traffic'])}; {result['seconds']['total']:.1f} s"
+        say(result_table(result), *warnings([result]))
+        say(f"{spent}; results and pictures in {folder}", *failures_lines(result))
 
 
 @with_settings(without=("algorithm", "seed"))
@@ -97,26 +83,9 @@ def compare(
 def _print_comparison(rows: list[Any], folder: Path) -> None:
     from pfedla.report.tables import comparison_table, failures_lines, warnings
 
-    out_console.print(comparison_table(rows))
-    say(*warnings([result for row in rows for result in row.results]))
+    say(comparison_table(rows), *warnings([result for row in rows for result in row.results]))
     say("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
     for row in rows:
-        for result in row.results:
-            say(*(f"{row.algorithm}, seed {result['seed']}: {line}" for line in failures_lines(result)))
+        say(*(f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)))
     pictures = [folder / "comparison.md", folder / "learning_curves.png", *sorted(folder.glob("*/*.png"))]
     say(*(f"  {path}" for path in pictures))
-
-
-def algorithms(as_json: Json = False) -> None:
-    """List the methods and their options, with defaults."""
-    from pfedla.algorithms import ALGORITHMS, default_options
-
-    defaults = {name: default_options(name) for name in ALGORITHMS}
-    if as_json:
-        print(json.dumps(defaults))
-        return
-    table = Table("algorithm", "what it does", "options (--set algorithm.…)")
-    for name, kind in ALGORITHMS.items():
-        chosen = "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items())
-        table.add_row(name, kind.summary, chosen)
-    out_console.print(table)

@@ -1,4 +1,4 @@
-"""`pfedla report`, `watch`, `evaluate`, `export`, `join` and `communication`."""
+"""`pfedla algorithms`, `report`, `watch`, `evaluate`, `export`, `join` and `communication`."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from pfedla.cli.options import Json, Quiet, out_console, say, split_words
+from pfedla.cli.options import Json, Quiet, say, split_words
 from pfedla.core.errors import PfedlaError
 
 PAGE_HELP = "File to write (default: report.html in the first folder)."
 EXPORT_HELP = "New folder for the files (default: RUN/export/client-<id>)."
 Runs = Annotated[list[Path], Argument(help="Run folders. A comparison's folder means all its runs.", metavar="RUN…")]
 RunPath = Annotated[Path, Argument(help="A run folder.", metavar="RUN")]
-Client = Annotated[
-    str, Option("--client", "-c", help="Whose personal model: 3, its name in your own data, or joined/NAME.")
-]
+Client = Annotated[str, Option("--client", "-c", help="Whose model: 3, its name in your own data, or joined/NAME.")]
 
 
 def report(runs: Runs, out: Annotated[Path | None, Option(help=PAGE_HELP)] = None) -> None:
@@ -33,9 +31,7 @@ def report(runs: Runs, out: Annotated[Path | None, Option(help=PAGE_HELP)] = Non
 
 def watch(
     runs: Runs,
-    host: Annotated[
-        str, Option(help="Address to serve at. Any but 127.0.0.1 shows the runs to the network.")
-    ] = "127.0.0.1",
+    host: Annotated[str, Option(help="Address. Any but 127.0.0.1 shows the runs to the network.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port (0: any free port).")] = 8642,
 ) -> None:
     """Serve the page of runs while they run; it refreshes itself. Ctrl-C stops the server, not the runs.
@@ -50,6 +46,21 @@ def watch(
         server.serve_forever()
 
 
+def algorithms(as_json: Json = False) -> None:
+    """List the methods and their options, with defaults."""
+    from pfedla.algorithms import ALGORITHMS, default_options
+
+    defaults = {name: default_options(name) for name in ALGORITHMS}
+    if as_json:
+        print(json.dumps(defaults))
+        return
+    table = Table("algorithm", "what it does", "options (--set algorithm.…)")
+    for name, kind in ALGORITHMS.items():
+        chosen = "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items())
+        table.add_row(name, kind.summary, chosen)
+    say(table)
+
+
 def _find_folders(given: list[Path]) -> list[Path]:
     """Return the run folders. The folder of a comparison has no experiment.toml, its runs have."""
     found = []
@@ -62,9 +73,7 @@ def _find_folders(given: list[Path]) -> list[Path]:
 def evaluate(
     run: RunPath,
     client: Client,
-    data: Annotated[
-        Path | None, Option(help="file.npz with x, y (default: the client's test split of the run).")
-    ] = None,
+    data: Annotated[Path | None, Option(help="file.npz with x, y (default: the client's own test split).")] = None,
     as_json: Json = False,
 ) -> None:
     """Test a client's personal model on a file, or on the client's own test split."""
@@ -110,16 +119,14 @@ def join(
     if as_json:
         print(json.dumps({"joined": str(folder), **result}))
     elif not quiet:
-        out_console.print(joined_table(result))
         examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
-        say(*borrowed_lines(result), f"{examples}; {traffic_line(result['traffic'])}; results in {folder}")
+        spent = f"{examples}; {traffic_line(result['traffic'])}"
+        say(joined_table(result), *borrowed_lines(result), f"{spent}; results in {folder}")
         say(f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}")
 
 
 def communication(
-    dataset: Annotated[
-        str, Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, …: see `pfedla data list`.")
-    ],
+    dataset: Annotated[str, Option("--dataset", "-d", help="A name of `pfedla data list`: emnist, cifar10, …")],
     clients: Annotated[int, Option(min=1, max=10**9, help="Number of clients.")] = 10,
     rounds: Annotated[int, Option(min=1, max=10**9, help="Rounds.")] = 75,
     participation: Annotated[float, Option(help="Share of the clients in each round.")] = 1.0,
@@ -148,5 +155,4 @@ def communication(
     for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):
         table.add_row(layer, f"{size:,}", "no" if position in retained else "yes")
     table.add_row("all", f"{sum(layers.num_parameters):,}", "")
-    out_console.print(table)
-    say(f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
+    say(table, f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")

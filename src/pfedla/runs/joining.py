@@ -138,7 +138,7 @@ def join_unseen(run: Run) -> dict[str, Any]:
 
     Return what result.json holds of them. Accuracies are null for a client that cannot join.
     """
-    unseen, result = run.built.unseen, dict[str, Any]()
+    unseen, rounds = run.built.unseen, 0
     assert unseen is not None
     assert run.folder is not None
     rows: list[dict[str, Any]] = []
@@ -154,12 +154,12 @@ def join_unseen(run: Run) -> dict[str, Any]:
             rows.append({})
             continue
         write_tensors(target, joined.model)
-        result["rounds"] = joined.rounds
+        rounds = joined.rounds
         rows.append(joined.accuracy)
         run.say(
             "unseen client {}: accuracy {before:.1%} at first, {after:.1%} at the end".format(name, **joined.accuracy)
         )
-    result = {"clients": unseen.names, "rounds": 0} | result
+    result = {"clients": unseen.names, "rounds": rounds}
     for key, name in ACCURACIES.items():
         values = np.array([row.get(key) for row in rows], dtype=np.float64)  # None becomes nan
         result[name] = summarise(torch.from_numpy(values))
