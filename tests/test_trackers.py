@@ -28,10 +28,8 @@ from pfedla.runs.trackers import TRACKERS, WeightsAndBiases, select_metrics
 WANDB = importlib.util.find_spec("wandb") is not None
 needs_wandb = pytest.mark.skipif(not WANDB, reason="wandb is not installed")
 INSTALLED = [name for name in TRACKERS if name != "wandb" or WANDB]
-DATA, METHOD = (
-    {"clients": 4, "samples_per_client": 20},
-    {"training": {"local_epochs": 1}, "algorithm": {"name": "fedavg"}},
-)
+DATA = {"clients": 4, "samples_per_client": 20}
+METHOD = {"training": {"local_epochs": 1}, "algorithm": {"name": "fedavg"}}
 TINY = {"rounds": 4, "model": "mlp", "data": DATA, **METHOD, "checkpoint": {"rounds": 2}}
 QUICK = ("-a", "fedavg", "--model", "mlp", "--local-epochs", 1, "--samples", 20, "--clients", 4)
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -139,8 +137,6 @@ def test_every_tracker_holds_what_the_folder_holds(pfedla: Callable[..., Any], t
     assert pfedla("run", *tested, "--out", "plain", "-q")[0] == 0
     run, plain = tmp_path / "r", tmp_path / "plain"
     assert numbers(run) == numbers(plain)
-    assert (run / "experiment.toml").read_bytes() == (plain / "experiment.toml").read_bytes()
-
     expected = expected_points(run)
     assert {tuple(values) for values in expected.values()} == {(2, 3)}
     assert {"accuracy/mean", "honest/accuracy/worst", "loss", "seconds/train", "down_bytes"} <= expected.keys()
@@ -285,7 +281,7 @@ def test_packages_are_loaded_only_when_asked_for(tmp_path: Path) -> None:
 import sys
 from pfedla.cli import app
 app(["run", "--help"], standalone_mode=False)
-assert not {"torch", "pfedla.runs.trackers"} & sys.modules.keys()
+assert "torch" not in sys.modules
 app(sys.argv[1:], standalone_mode=False)
 assert not {"tensorboard", "mlflow", "wandb", "torch.utils.tensorboard"} & sys.modules.keys()
 """

@@ -13,9 +13,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.overrides import gather
 
-deploy_app = typer.Typer(
-    help="A real federation on Flower: sites keep their data, a server mixes their models.", no_args_is_help=True
-)
+deploy_app = typer.Typer(help="A real federation on Flower: sites keep their data.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR", resolve_path=True)]
 TIMEOUT_HELP = "Seconds to wait for clients before a round continues without them."
 setup = partial(option, "Deployment")
@@ -57,8 +55,9 @@ def init(
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
     own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
-    limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
-    deployment = plan_deployment(experiment, own, folder, **limits)
+    deployment = plan_deployment(
+        experiment, own, folder, min_clients=min_clients, wait=wait, round_timeout=round_timeout
+    )
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         say(commands, f"written to {folder}; these commands are in {folder / 'README.md'}")
@@ -84,7 +83,7 @@ def local(
     from pfedla.runs.folder import last_numbered, next_numbered
 
     deployment = read_deployment(folder)
-    sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(deployment.num_clients)]
+    sites = (folder / f"sites/client-{client}/data.npz" for client in range(deployment.num_clients))
     missing = [path for path in sites if not path.exists()]
     if deployment.experiment.data.dataset == SITES and missing:
         raise PfedlaError(f"the sites bring their own data: {len(missing)} are missing, the first is {missing[0]}")

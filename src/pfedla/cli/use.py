@@ -9,7 +9,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from pfedla.cli.options import Json, Quiet, say, split_words
-from pfedla.core.errors import PfedlaError
+from pfedla.runs.experiment import Experiment
 
 PAGE_HELP = "File to write (default: report.html in the first folder)."
 EXPORT_HELP = "New folder for the files (default: RUN/export/client-<id>)."
@@ -120,8 +120,8 @@ def join(
         print(json.dumps({"joined": str(folder), **result}))
     elif not quiet:
         examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
-        spent = f"{examples}; {traffic_line(result['traffic'])}"
-        say(joined_table(result), *borrowed_lines(result), f"{spent}; results in {folder}")
+        spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
+        say(joined_table(result), *borrowed_lines(result), spent)
         say(f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}")
 
 
@@ -141,8 +141,7 @@ def communication(
     from pfedla.data import datasets
 
     entry = datasets.find(dataset)
-    if not 0 < participation <= 1:
-        raise PfedlaError(f"participation = {participation} is not possible: it should be above 0 and at most 1")
+    participation = Experiment.parse({"participation": participation}).participation
     name = model_for(entry.shape) if model == "auto" else model
     layers = Layers.of(outline(name, entry.shape, entry.num_classes))
     retained = layers.positions(split_words(retain))
