@@ -55,9 +55,8 @@ def init(
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
     own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
-    deployment = plan_deployment(
-        experiment, own, folder, min_clients=min_clients, wait=wait, round_timeout=round_timeout
-    )
+    limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
+    deployment = plan_deployment(experiment, own, folder, **limits)
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         say(commands, f"written to {folder}; these commands are in {folder / 'README.md'}")

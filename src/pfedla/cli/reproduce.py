@@ -101,7 +101,6 @@ def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
         campaign.run_missing(Path(place), [cell], display, signals.wanted)
         again = campaign.summarise_cell(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
-    if differs := campaign.list_differences(before, again):
-        made_by = f"before {before['run_by']}, now {again.get('run_by')}"
-        raise PfedlaError(f"{what}: {', '.join(differs)} differ from {path}; {made_by}")
+    if differs := ", ".join(campaign.list_differences(before, again)):
+        raise PfedlaError(f"{what}: {differs} differ from {path}; was {before['run_by']}, is {again.get('run_by')}")
     say(f"{what}: every number is the same as in {path}")
