@@ -84,7 +84,7 @@ def evaluate(
     if as_json:
         print(json.dumps(result))
         return
-    numbers = "accuracy {accuracy:.1%}, loss {loss:.4f} ({examples} examples)".format(**result)
+    numbers = f"accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} ({result['examples']} examples)"
     say(f"client {client} on {data or 'its test split'}: {numbers}")
     if personal.experiment.data.overlapping:
         say("OVERLAPPING clients: test examples may have trained other clients.")

@@ -156,9 +156,8 @@ def join_unseen(run: Run) -> dict[str, Any]:
         write_tensors(target, joined.model)
         rounds = joined.rounds
         rows.append(joined.accuracy)
-        run.say(
-            "unseen client {}: accuracy {before:.1%} at first, {after:.1%} at the end".format(name, **joined.accuracy)
-        )
+        first, last = (100 * joined.accuracy[key] for key in ("before", "after"))
+        run.say(f"unseen client {name}: accuracy {first:.1f} % at first, {last:.1f} % at the end")
     result = {"clients": unseen.names, "rounds": rounds}
     for key, name in ACCURACIES.items():
         values = np.array([row.get(key) for row in rows], dtype=np.float64)  # None becomes nan

@@ -87,8 +87,7 @@ def read_run(run: Path) -> tuple[Experiment, FederationFile]:
         federation = FederationFile.model_validate(read_json(run / FEDERATION))
     except ValidationError as error:
         problem = error.errors()[0]
-        where = "".join(f"{part}: " for part in problem["loc"])
-        raise PfedlaError(f"{run / FEDERATION} is damaged: {where}{problem['msg']}") from None
+        raise PfedlaError(f"{run / FEDERATION} is damaged: {problem['loc']}: {problem['msg']}") from None
     return Experiment.parse(read_toml(run)), federation
 
 
