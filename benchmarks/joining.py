@@ -48,15 +48,12 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
         methods[f"fedavg-ft {epochs}"] = FedAvgFineTuned(task=averaged.algorithm.task, training=training)
     found: dict[str, list[float | None]] = {}
     for number in range(len(unseen)):
-        one, count, after = unseen.only([number]), len(learned.built.federation), setting["rounds"]
-        joined = join(
-            learned.algorithm, learned.state.server, one, count, learned.experiment, after=after, rounds=rounds
-        )
-        row = {f"pfedla-heldout {key}": value for key, value in joined.accuracies().items() if key != "alone"}
-        row["local"] = joined.alone
+        one = unseen.only([number])
+        accuracy = join(learned.algorithm, learned.state, one, learned.experiment, rounds).accuracy
+        row = {f"pfedla-heldout {key}": value for key, value in accuracy.items() if key != "alone"}
+        row["local"] = accuracy["alone"]
         for name, method in methods.items():
-            server, experiment = averaged.state.server, averaged.experiment
-            row[name] = join(method, server, one, count, experiment, after=after, rounds=1).after
+            row[name] = join(method, averaged.state, one, averaged.experiment, 1).accuracy["after"]
         for key, value in row.items():
             found.setdefault(key, []).append(value)
     took_part = {

@@ -48,18 +48,13 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     keys = "round accuracy loss accuracy_after_training training_loss seconds down_bytes up_bytes evaluation_bytes"
     assert lines[0].keys() == {*keys.split(), "cohort", "retained", "failures"}
     assert lines[0]["accuracy"].keys() == {"mean", "std", "p10", "worst"}
-    assert lines[0]["seconds"].keys() == {"train", "server", "evaluate"}
     result = json.loads((run / "result.json").read_text())
     assert result["accuracy"]["mean"] == pytest.approx(np.mean(result["accuracy"]["per_client"]))
     assert result["accuracy"]["mean"] == lines[-1]["accuracy"]["mean"]
     assert result["accuracy"]["worst"] == min(result["accuracy"]["per_client"])
-    assert result["accuracy_after_training"].keys() == result["accuracy"].keys()
     assert result["traffic"]["down_bytes"] == lines[-1]["down_bytes"]
-    assert result["seconds"]["total"] == pytest.approx(2 * result["seconds"]["per_round"])
     assert result["seconds"]["phases"].keys() == {"train", "server", "evaluate", "record", "checkpoint"}
     assert result["seconds"]["total"] == pytest.approx(sum(result["seconds"]["phases"].values()))
-    for key in ("algorithm", "dataset", "partition", "clients", "rounds", "seed"):
-        assert key in result
     with safe_open(run / "alpha.safetensors", framework="pt") as file:
         alpha = file.get_tensor("alpha")
         assert json.loads(file.metadata()["layers"]) == ["conv1", "conv2", "fc1", "fc2"]
@@ -67,8 +62,6 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     assert lines[0]["retained"] == {"fc2": 4}  # the uniform start: ties go to the output
     assert alpha.shape == (3, 4, 4, 4)
     torch.testing.assert_close(alpha.sum(-1), torch.ones(3, 4, 4))
-    for picture in run.glob("*.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None:
@@ -86,21 +79,13 @@ def test_the_resolved_experiment_repeats_the_run(pfedla, tmp_path: Path) -> None
     assert "auto" not in str(resolved)
 
 
-def test_never_trained_clients_are_null_after_training(pfedla) -> None:
-    result = json.loads(pfedla("run", *QUICK, "--rounds", 1, "--participation", 0.25, "--json")[1])
-    assert result["accuracy_after_training"]["per_client"].count(None) == 3
-    assert None not in result["accuracy"]["per_client"]
-
-
 def test_options_override_the_file_and_set_overrides_both(pfedla, tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(
         "rounds = 1\n[data]\nclients = 4\nsamples_per_client = 20\n[training]\nlr = 0.5\nlocal_epochs = 1\n"
         '[algorithm]\nname = "pfedla"\nneighbours = 2\n'
     )
-    code, *_ = pfedla(
-        "run", "e.toml", "--lr", 0.25, "--set", "algorithm.neighbours=all", "--set", "seed=3", "--out", "r", "-q"
-    )
-    assert code == 0
+    words = "run e.toml --lr 0.25 --set algorithm.neighbours=all --set seed=3 --out r -q"
+    assert pfedla(*words.split())[0] == 0
     resolved = tomllib.loads((tmp_path / "r" / "experiment.toml").read_text())
     assert resolved["training"]["lr"] == 0.25
     assert resolved["algorithm"]["neighbours"] == "all"
@@ -116,17 +101,8 @@ def test_options_of_one_algorithm_do_not_go_over_to_another(pfedla, tmp_path: Pa
     traffic = json.loads(out)["traffic"]
     assert traffic["down_bytes"] < traffic["up_bytes"]
     pfedla("run", *QUICK, "--out", "q", "-q")
-    code, out, _ = pfedla(
-        "compare",
-        "q/experiment.toml",
-        "-a",
-        "pfedla,heurpfedla",
-        "--set",
-        "algorithm.neighbours=2",
-        "--json",
-        "--out",
-        "c",
-    )
+    words = "compare q/experiment.toml -a pfedla,heurpfedla --set algorithm.neighbours=2 --json --out c"
+    code, out, _ = pfedla(*words.split())
     assert code == 0
     results = json.loads(out)
     assert results["heurpfedla"][0]["traffic"] != results["pfedla"][0]["traffic"]
@@ -170,24 +146,23 @@ def test_a_run_that_fails_before_its_first_round_leaves_no_folder(
 
 def test_quiet_is_quiet_and_json_is_json(pfedla) -> None:
     assert pfedla("run", *QUICK, "--quiet") == (0, "", "")
-    code, out, err = pfedla("run", *QUICK, "--json")
+    code, out, err = pfedla("run", *QUICK, "--rounds", 1, "--participation", 0.25, "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["algorithm"] == "pfedla"
+    result = json.loads(out)
+    assert result["accuracy_after_training"]["per_client"].count(None) == 3  # these never trained
+    assert None not in result["accuracy"]["per_client"]
 
 
 def test_an_existing_folder_is_never_overwritten(pfedla, tmp_path: Path) -> None:
     assert pfedla("run", *QUICK, "--out", "mine", "-q")[0] == 0
     before = (tmp_path / "mine" / "result.json").read_bytes()
     code, _, err = pfedla("run", *QUICK, "--seed", 5, "--out", "mine", "-q")
-    assert code == 2
-    assert "never overwritten" in err
+    assert (code, "never overwritten" in err) == (2, True)
     assert (tmp_path / "mine" / "result.json").read_bytes() == before
     for _ in range(2):
         assert pfedla("run", *QUICK, "-q")[0] == 0
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {
-        "pfedla-digits-classes-s0",
-        "pfedla-digits-classes-s0-2",
-    }
+    default = "pfedla-digits-classes-s0"
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {default, f"{default}-2"}
 
 
 def test_own_data_with_clients_and_a_ready_split(pfedla, own_data: Path, tmp_path: Path) -> None:
@@ -199,12 +174,6 @@ def test_own_data_with_clients_and_a_ready_split(pfedla, own_data: Path, tmp_pat
     assert federation["classes"] == ["ill", "well"]
     assert federation["clients"] == ["bern", "oslo", "rome"]
     assert np.sum(federation["test"]) == 30
-
-
-def test_own_clients_can_be_pooled_and_split_anew(pfedla, own_data: Path) -> None:
-    code, out, _ = pfedla("run", "-d", own_data, "--partition", "dominant", "--clients", 2, "--rounds", 1, "--json")
-    assert code == 0
-    assert json.loads(out)["clients"] == 2
 
 
 def test_colour_images_get_the_papers_batchnorm_net_and_export(pfedla, tmp_path: Path) -> None:
@@ -235,8 +204,7 @@ def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
         code, out, _ = pfedla("evaluate", run, "--client", client, "--data", own_data, "--json")
         assert json.loads(out) == {**json.loads(out), "examples": 10, "accuracy": result["accuracy"]["per_client"][1]}
     code, _, err = pfedla("evaluate", run, "--client", "paris")
-    assert code == 2
-    assert "choose one of: bern, oslo, rome" in err
+    assert (code, "choose one of: bern, oslo, rome" in err) == (2, True)
 
 
 def test_evaluate_refuses_another_scale(pfedla) -> None:
@@ -247,8 +215,7 @@ def test_evaluate_refuses_another_scale(pfedla) -> None:
     for trained, tested in (("bytes", "floats"), ("floats", "bytes")):
         pfedla("run", "-d", f"{trained}.npz", "--clients", 3, "--rounds", 1, "--out", trained, "-q")
         code, _, err = pfedla("evaluate", trained, "--client", 0, "--data", f"{tested}.npz")
-        assert code == 2
-        assert "uint8" in err
+        assert (code, "uint8" in err) == (2, True)
 
 
 def test_evaluate_takes_new_data_but_not_what_was_trained_on(pfedla, own_data: Path, tmp_path: Path) -> None:
@@ -257,26 +224,22 @@ def test_evaluate_takes_new_data_but_not_what_was_trained_on(pfedla, own_data: P
     np.savez("unsplit.npz", x=arrays["x"], y=arrays["y"], client=arrays["client"])
     pfedla("run", "-d", "unsplit.npz", "--rounds", 1, "--out", "r", "-q")
     code, _, err = pfedla("evaluate", "r", "--client", 0, "--data", "unsplit.npz")
-    assert code == 2
-    assert "trained on these examples" in err
+    assert (code, "trained on these examples" in err) == (2, True)
     np.savez("new.npz", x=arrays["x"][:9:2], y=arrays["y"][:9:2])  # one class only, no clients: legitimate test data
     code, out, _ = pfedla("evaluate", "r", "--client", 0, "--data", "new.npz", "--json")
     assert code == 0
     assert json.loads(out)["examples"] == 5
     np.savez("unsplit.npz", x=arrays["x"][:81], y=arrays["y"][:81], client=arrays["client"][:81])
     code, _, err = pfedla("evaluate", "r", "--client", 0)
-    assert code == 2
-    assert "unsplit.npz" in err
+    assert (code, "unsplit.npz" in err) == (2, True)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"shape": [-1]}'])
-def test_a_damaged_run_folder_is_refused(pfedla, tmp_path: Path, content: str) -> None:
+def test_a_damaged_run_folder_is_refused(pfedla, tmp_path: Path) -> None:
     pfedla("run", *QUICK, "--out", "r", "-q")
-    (tmp_path / "r" / "federation.json").write_text(content)
-    for command in ("evaluate", "export"):
-        code, _, err = pfedla(command, "r", "--client", 0)
-        assert code == 2
-        assert "federation.json is damaged" in err
+    for content in ("{", "{}", "[]", '{"shape": [-1]}'):
+        (tmp_path / "r" / "federation.json").write_text(content)
+        code, _, err = pfedla("evaluate", "r", "--client", 0)
+        assert (code, "federation.json is damaged" in err) == (2, True)
 
 
 def test_an_exported_model_needs_nothing_of_ours(pfedla, tmp_path: Path) -> None:
@@ -296,8 +259,7 @@ def test_an_exported_model_needs_nothing_of_ours(pfedla, tmp_path: Path) -> None
     assert program(raw[:1]).shape == (1, 10)
     assert pfedla("export", "r", "--client", 2)[0] == 2  # never overwritten
     code, _, err = pfedla("export", "r", "--client", 2, "--out", "r/result.json/x")
-    assert code == 2
-    assert "cannot be made" in err
+    assert (code, "cannot be made" in err) == (2, True)
 
 
 def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
@@ -329,9 +291,8 @@ def test_compare_has_mean_and_std_over_seeds_and_one_picture(pfedla, tmp_path: P
 
 
 def test_compare_prints_a_dash_where_a_method_does_not_apply(pfedla, tmp_path: Path) -> None:
-    code, out, _ = pfedla(
-        "compare", "-a", "fedavg,heurpfedla", *QUICK, "--set", "heurpfedla.retained_layers=9", "--out", "c"
-    )
+    option = ("--set", "heurpfedla.retained_layers=9")
+    code, out, _ = pfedla("compare", "-a", "fedavg,heurpfedla", *QUICK, *option, "--out", "c")
     assert code == 0
     assert next(line for line in out.splitlines() if "heurpfedla" in line).count("–") > 1
     assert "retained_layers" in out
@@ -355,28 +316,18 @@ WRONG = {  # call -> the thing or the choice that the error must name
     "run -a pfedlo": "pfedla",
     "run -d fashionmnist": "fashion-mnist",
     "run --set algorithm.neighbors=3": "neighbours",
-    "run --set data.client=3": "data.clients",
     "run --clients 500": "clients",
-    "run --set data.classes_per_client=11": "classes_per_client",
     "run --model resnet": "small-cnn",
-    "run --engine gpu": "vectorized",
-    "run --partition sorted": "dirichlet",
     "run --participation 0": "participation",
-    "run --clients 4 --samples 3": "samples",
     "run -a heurpfedla --set algorithm.retained_layers=5": "retained_layers",
-    "run --set algorithm.neighbours=11": "neighbours",
     "run -a fedavg --set algorithm.neighbours=5": "neighbours",
     "run --set algorithm.hypernetwork_lr=inf": "hypernetwork_lr",
     "run --set rounds": "section.key=value",
     "run missing.toml": "missing.toml",
     "run bad.toml": "bad.toml",
     "run -d missing.npz": "missing.npz",
-    "run --device warp": "warp",
-    "run --lr inf": "lr",
     "run word.toml": "algorithm",
-    "compare --set pfedla=3": "pfedla",
     "compare -a local --set pfedla.neighbours=3": "pfedla",
-    "compare -a local,nonsense": "nonsense",
     "compare --seeds one": "--seeds",
     "compare -a local,fedavg --set algorithm.neighbours=5": "neighbours",
     "communication -d mine.npz": "mine.npz",

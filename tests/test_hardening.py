@@ -142,8 +142,8 @@ def test_a_damaged_run_folder_gives_its_model_or_is_refused(run_folder: Path, da
         path.write_bytes(data.draw(damaged(good)))
         with at_most(GIBIBYTE), suppress(PfedlaError):
             personal = load_personal(run_folder, "1")
-            assert all(personal.tensors[name].shape == value.shape for name, value in whole.items())
-            assert all(value.isfinite().all() for value in personal.tensors.values())
+            assert all(personal.module.state_dict()[name].shape == value.shape for name, value in whole.items())
+            assert all(value.isfinite().all() for value in personal.module.state_dict().values())
             evaluate_personal(personal, None)
     finally:
         path.write_bytes(good)

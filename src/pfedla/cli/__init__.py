@@ -5,25 +5,23 @@ import sys
 import traceback
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Exit, Option, Typer
 
+from pfedla import __version__
 from pfedla.cli.data_commands import data_app
 from pfedla.cli.deploy import deploy_app
-from pfedla.cli.look import report, watch
 from pfedla.cli.reproduce import reproduce
-from pfedla.cli.train import algorithms, compare, run
-from pfedla.cli.use import communication, evaluate, export, join
+from pfedla.cli.train import compare, run
+from pfedla.cli.use import algorithms, communication, evaluate, export, join, report, watch
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 
-app = typer.Typer(
-    help="Personalised federated learning: learn how much of each layer to borrow from whom.",
+app = Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 GROUPS = {
@@ -41,20 +39,17 @@ app.add_typer(data_app, name="data", rich_help_panel="Data")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from pfedla import __version__
-
         print(__version__)
-        raise typer.Exit
+        raise Exit
+
+
+Version = Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
 
 
 @app.callback()
 def top(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks (anywhere on the line, or PFEDLA_DEBUG=1).")
-    ] = False,
+    version: Version = False,
+    debug: Annotated[bool, Option("--debug", help="Show tracebacks (or PFEDLA_DEBUG=1).")] = False,
 ) -> None:
     """Personalised federated learning: learn how much of each layer to borrow from whom."""
 

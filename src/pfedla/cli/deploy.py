@@ -1,53 +1,38 @@
 """`pfedla deploy`: a real federation on Flower."""
 
-import json
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pfedla.cli.options import File, Json, Quiet, Setting, out_console, with_settings
+from pfedla.cli.options import File, Json, Quiet, Setting, option, say, watching, with_settings
+from pfedla.cli.train import print_result
 from pfedla.core.errors import PfedlaError
+from pfedla.runs.experiment import SITES, Experiment, gather
 
-deploy_app = typer.Typer(
-    help="A real federation on Flower: sites keep their data, a server mixes their models.", no_args_is_help=True
-)
-Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR")]
-SIMULATION_ONLY = ("engine", "threads", "device", "compile", "checkpoint_every")
-
-
-def deployment_option(help: str, **bounds: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel="Deployment", **bounds)
+deploy_app = typer.Typer(help="A real federation on Flower: sites keep their data.", no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR", resolve_path=True)]
+TIMEOUT_HELP = "Seconds to wait for clients before a round continues without them."
+setup = partial(option, "Deployment")
 
 
 @deploy_app.command()
-@with_settings(without=SIMULATION_ONLY)
+@with_settings(without=("engine", "threads", "device", "compile", "checkpoint_every"))
 def init(
+    given: dict[str, Any],
     folder: Folder,
     file: File = None,
-    given: dict[str, Any] = {},  # noqa: B006 (never written into)
     setting: Setting = None,
-    shape: Annotated[
-        str | None, deployment_option("Sites bring their own data of this shape: 30 features, or 1,28,28.")
-    ] = None,
-    classes: Annotated[
-        str | None, deployment_option("With --shape: the number of classes (10), or their names (cat,dog).")
-    ] = None,
-    pixels: Annotated[bool, deployment_option("With --shape: uint8 images (default: floats).")] = False,
-    host: Annotated[
-        list[str] | None,
-        deployment_option("Name or address of the server for the sites; repeatable (default: 127.0.0.1)."),
-    ] = None,
-    port: Annotated[int, deployment_option("Port of the server.", min=1, max=65535)] = 9092,
-    min_clients: Annotated[
-        int, deployment_option("Clients that must be online: with fewer a round waits, then the run stops.", min=1)
-    ] = 1,
-    wait: Annotated[
-        float, deployment_option("Seconds to wait for clients: at the start for all, later for --min-clients.", min=1)
-    ] = 300,
-    round_timeout: Annotated[
-        float, deployment_option("Seconds to wait for clients before a round continues without them.", min=1)
-    ] = 3600,
+    shape: Annotated[str | None, setup("Sites bring their own data of this shape: 30 features, or 1,28,28.")] = None,
+    classes: Annotated[str | None, setup("With --shape: the number of classes (10), or their names (cat,dog).")] = None,
+    pixels: Annotated[bool, setup("With --shape: uint8 images (default: floats).")] = False,
+    host: Annotated[list[str] | None, setup("Name or address of the server; repeatable (default: 127.0.0.1).")] = None,
+    port: Annotated[int, setup("Port of the server.", min=1, max=65535)] = 9092,
+    min_clients: Annotated[int, setup("Clients that must be online; else a round waits, then stops.", min=1)] = 1,
+    wait: Annotated[float, setup("Seconds to wait: at first for all clients, then for --min-clients.", min=1)] = 300,
+    round_timeout: Annotated[float, setup(TIMEOUT_HELP, min=1)] = 3600,
     quiet: Quiet = False,
 ) -> None:
     """Write a deployment: a Flower app of an experiment, certificates, a key for every client, and the commands.
@@ -61,7 +46,6 @@ def init(
     """
     _check_flower()
     from pfedla.flower.layout import OwnData, plan_deployment, write_deployment
-    from pfedla.runs.experiment import Experiment, gather
 
     if (shape is None) != (classes is None):
         raise PfedlaError("--shape and --classes belong together")
@@ -70,13 +54,11 @@ def init(
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
     own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
-    folder = folder.resolve()
-    options = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
-    deployment = plan_deployment(experiment, own, folder, **options)
+    limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
+    deployment = plan_deployment(experiment, own, folder, **limits)
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
-        out_console.print(commands, soft_wrap=True)
-        out_console.print(f"written to {folder}; these commands are in {folder / 'README.md'}", soft_wrap=True)
+        say(commands, f"written to {folder}; these commands are in {folder / 'README.md'}")
 
 
 @deploy_app.command()
@@ -96,38 +78,22 @@ def local(
     from pfedla.flower.layout import read_deployment
     from pfedla.flower.processes import run_locally
     from pfedla.report.reading import read_result
-    from pfedla.report.tables import failures_lines, result_table, traffic_line
-    from pfedla.runs.experiment import SITES
     from pfedla.runs.folder import number_folder
-    from pfedla.runs.interruption import Interruption
-    from pfedla.runs.progress import Display
 
-    folder = folder.resolve()
     deployment = read_deployment(folder)
-    sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(deployment.num_clients)]
+    sites = (folder / f"sites/client-{client}/data.npz" for client in range(deployment.num_clients))
     missing = [path for path in sites if not path.exists()]
     if deployment.experiment.data.dataset == SITES and missing:
-        count = f"{len(missing)} of {len(sites)} missing"
-        raise PfedlaError(f"the sites bring their own data: put it at {missing[0]} ({count})")
+        raise PfedlaError(f"the sites bring their own data: {len(missing)} are missing, the first is {missing[0]}")
     run_folder = number_folder(folder / "run", resume=resume)
-    rounds, quietly = rounds or deployment.experiment.rounds, quiet or as_json
+    rounds, hint = rounds or deployment.experiment.rounds, f"resume with pfedla deploy local {folder} --resume"
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
-    hint = f"resume with pfedla deploy local {folder} --resume"
-    with Interruption(quietly) as interruption, Display(rounds, quiet=quietly, hint=hint) as display:
+    with watching(rounds, quiet=quiet or as_json, hint=hint) as (display, signals):
         display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
-        run_locally(folder, deployment.num_clients, run_folder, display, interruption, **config)
-    result = read_result(run_folder / "result.json")
-    if as_json:
-        print(json.dumps({"run": str(run_folder), **result}))
-    elif not quiet:
-        out_console.print(result_table(result))
-        summary = f"{traffic_line(result['traffic'])}; results and pictures in {run_folder}"
-        for line in [summary, *failures_lines(result)]:
-            out_console.print(line, soft_wrap=True)
+        run_locally(folder, deployment.num_clients, run_folder, display, signals, **config)
+    print_result(read_result(run_folder / "result.json"), run_folder, quiet=quiet, as_json=as_json)
 
 
 def _check_flower() -> None:
-    from importlib.util import find_spec
-
     if find_spec("flwr") is None:
         raise PfedlaError("a deployment needs Flower: pip install 'pfedla[flower]'")

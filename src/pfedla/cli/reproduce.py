@@ -3,45 +3,28 @@
 import random
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from pfedla.cli.options import Quiet, out_console, parse_numbers, split_words
+from pfedla.cli.options import Quiet, parse_numbers, say, split_words, watching
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.runs.interruption import Interruption
-
-if TYPE_CHECKING:
-    from pfedla.reproduction.grid import Cell, Grid
 
 RUNS = Path("runs/reproduce")
-Name = Annotated[str | None, typer.Argument(help="Which table or figure; without it, they are listed.", metavar="NAME")]
-Datasets = Annotated[str, typer.Option("--dataset", "-d", help="Only these data sets, separated by commas.")]
-Methods = Annotated[str, typer.Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")]
-Clients = Annotated[str, typer.Option(help="Only the columns with this number of clients: 10 or 100.")]
-Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds (default: as in grid.toml).")]
-Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas (default: as in grid.toml).")]
-PaperBudget = Annotated[
-    bool, typer.Option("--paper-budget", help="The paper's rounds and local epochs: days on a CPU.")
-]
-Accounting = Annotated[bool, typer.Option("--accounting-only", help="Compute the traffic; train nothing.")]
-Check = Annotated[bool, typer.Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")]
-Runs = Annotated[Path, typer.Option(help="Folder of the runs; finished runs in it are not repeated.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")]
 
 
 def reproduce(
-    name: Name = None,
-    dataset: Datasets = "",
-    methods: Methods = "",
-    clients: Clients = "",
-    rounds: Rounds = None,
-    seeds: Seeds = "",
-    paper_budget: PaperBudget = False,
-    accounting_only: Accounting = False,
-    check: Check = False,
-    runs: Runs = RUNS,
-    out: Out = None,
+    name: Annotated[str | None, Argument(help="Which table or figure (default: list them).", metavar="NAME")] = None,
+    dataset: Annotated[str, Option("--dataset", "-d", help="Only these data sets, separated by commas.")] = "",
+    methods: Annotated[str, Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")] = "",
+    clients: Annotated[str, Option(help="Only the columns with this number of clients: 10 or 100.")] = "",
+    rounds: Annotated[int | None, Option(min=1, help="Rounds (default: as in grid.toml).")] = None,
+    seeds: Annotated[str, Option(help="Seeds, separated by commas (default: as in grid.toml).")] = "",
+    paper_budget: Annotated[bool, Option("--paper-budget", help="The paper's budget: days on a CPU.")] = False,
+    accounting_only: Annotated[bool, Option("--accounting-only", help="Compute the traffic; train nothing.")] = False,
+    check: Annotated[bool, Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")] = False,
+    runs: Annotated[Path, Option(help="Folder of the runs; finished runs in it are not repeated.")] = RUNS,
+    out: Annotated[Path | None, Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Run what is missing of a table or figure of the paper, then write it beside the paper's numbers.
@@ -54,19 +37,16 @@ def reproduce(
     from pfedla.report.tables import terminal_table
     from pfedla.reproduction import campaign, paper_tables
     from pfedla.reproduction.grid import Wanted, list_cells, list_names, load_grid, load_paper
-    from pfedla.runs.progress import Display
 
     if name is None:
         grids = {one: load_grid(one) for one in list_names()}
         lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
-        out_console.print(terminal_table([["name", "what", "runs"], *lines]))
-        return
+        return say(terminal_table([["name", "what", "runs"], *lines]))
     grid = load_grid(name)
     if accounting_only:
         if grid.form != "retained":
             raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-        out_console.print(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
-        return
+        return say(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
     wanted = Wanted(
         datasets=split_words(dataset),
         methods=split_words(methods),
@@ -77,65 +57,50 @@ def reproduce(
     )
     folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
-        _check(grid, cells, folder, quiet)
-        return
-    total = sum(cell.experiment.rounds for cell in cells)
+        return _check(grid, cells, folder / campaign.SUMMARY, quiet)
     try:
-        with (
-            Interruption(quiet) as interruption,
-            Display(total, quiet=quiet, hint="the same command continues") as display,
-        ):
-            campaign.run_missing(runs, cells, display, interruption.wanted, campaign.find_stored(folder, grid))
+        total = sum(cell.experiment.rounds for cell in cells)
+        with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
+            campaign.run_missing(runs, cells, display, signals.wanted, campaign.find_stored(folder, grid))
     except Stopped:
         _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
         raise
-    _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
+    return _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
 
 
 def _write(name: str, summary: dict[str, Any], folder: Path, quiet: bool) -> None:
     """Write the tables and figures; print the table."""
     from pfedla.report.tables import terminal_table
-    from pfedla.reproduction import paper_tables
-    from pfedla.reproduction.grid import load_paper
-    from pfedla.reproduction.paper_figures import write_figures
+    from pfedla.reproduction import grid, paper_figures, paper_tables
 
-    paper = load_paper(name)
-    paths = [*paper_tables.write_tables(summary, paper, folder), *write_figures(summary, paper, folder)]
+    paper = grid.load_paper(name)
+    paths = paper_tables.write_tables(summary, paper, folder) + paper_figures.write_figures(summary, paper, folder)
     if quiet:
         return
     if summary["cells"]:
         notes = [paper_tables.NOTE, *paper_tables.describe_columns(summary)]
-        out_console.print(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
-    for path in paths:
-        out_console.print(f"  {path}", soft_wrap=True)
+        say(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
+    say(*(f"  {path}" for path in paths))
 
 
-def _check(grid: "Grid", cells: "list[Cell]", folder: Path, quiet: bool) -> None:
+def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
     from pfedla.reproduction import campaign
-    from pfedla.runs.progress import Display
 
-    path = folder / campaign.SUMMARY
     if not path.exists():
         raise PfedlaError(f"{path}: no such file; --out names the folder whose numbers are checked")
     stored = [one for one in campaign.read_cells(path) if "accuracy" in one.content]
     found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
-    if not found:
-        raise PfedlaError(f"{path} has none of the cells that were asked for, with this budget")
-    here = [pair for pair in found if campaign.ran_here(pair[1])]
+    here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
     if not here:
-        machines = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
-        raise PfedlaError(f"none of these cells ran with this torch on this CPU model, but on: {'; '.join(machines)}")
+        made = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
+        reason = f"with this torch on this CPU model, but on: {'; '.join(made)}" if made else "with this budget"
+        raise PfedlaError(f"{path} has none of the cells that were asked for {reason}")
     cell, before = random.choice(here)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        Interruption(quiet) as interruption,
-        Display(cell.experiment.rounds, quiet=quiet) as display,
-    ):
-        campaign.run_missing(Path(place), [cell], display, interruption.wanted)
+    with tempfile.TemporaryDirectory() as place, watching(cell.experiment.rounds, quiet=quiet) as (display, signals):
+        campaign.run_missing(Path(place), [cell], display, signals.wanted)
         again = campaign.summarise_cell(Path(place) / cell.folder, cell, grid)
     what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
-    if differs := campaign.list_differences(before, again):
-        made_by = f"before {before['run_by']}, now {again.get('run_by')}"
-        raise PfedlaError(f"{what}: {', '.join(differs)} differ from {path}; {made_by}")
-    out_console.print(f"{what}: every number is the same as in {path}", soft_wrap=True)
+    if differs := ", ".join(campaign.list_differences(before, again)):
+        raise PfedlaError(f"{what}: {differs} differ from {path}; was {before['run_by']}, is {again.get('run_by')}")
+    say(f"{what}: every number is the same as in {path}")

@@ -1,27 +1,79 @@
-"""`pfedla evaluate`, `export`, `join` and `communication`."""
+"""`pfedla algorithms`, `report`, `watch`, `evaluate`, `export`, `join` and `communication`."""
 
 import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
-from pfedla.cli.options import Json, Quiet, RunPath, out_console, split_words
-from pfedla.core.errors import PfedlaError
+from pfedla.cli.options import Json, Quiet, say, split_words
+from pfedla.runs.experiment import Experiment
 
-Client = Annotated[
-    str, typer.Option("--client", "-c", help="Whose personal model: 3, its name in your own data, or joined/NAME.")
-]
+PAGE_HELP = "File to write (default: report.html in the first folder)."
+EXPORT_HELP = "New folder for the files (default: RUN/export/client-<id>)."
+Runs = Annotated[list[Path], Argument(help="Run folders. A comparison's folder means all its runs.", metavar="RUN…")]
+RunPath = Annotated[Path, Argument(help="A run folder.", metavar="RUN")]
+Client = Annotated[str, Option("--client", "-c", help="Whose model: 3, its name in your own data, or joined/NAME.")]
+
+
+def report(runs: Runs, out: Annotated[Path | None, Option(help=PAGE_HELP)] = None) -> None:
+    """Write one page that shows runs: curves, clients, who borrows which layer from whom. It opens offline.
+
+    Example: pfedla report runs/first runs/local --out report.html
+    """
+    from pfedla.report.page import write_page
+
+    path = write_page(_find_folders(runs), out or runs[0] / "report.html")
+    say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def watch(
+    runs: Runs,
+    host: Annotated[str, Option(help="Address. Any but 127.0.0.1 shows the runs to the network.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port (0: any free port).")] = 8642,
+) -> None:
+    """Serve the page of runs while they run; it refreshes itself. Ctrl-C stops the server, not the runs.
+
+    Example: pfedla watch runs/first
+    """
+    from pfedla.report.watch import Watcher
+
+    with Watcher(_find_folders(runs), host, port) as server:
+        address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
+        say(f"{address} shows {', '.join(map(str, runs))}; Ctrl-C stops it")
+        server.serve_forever()
+
+
+def algorithms(as_json: Json = False) -> None:
+    """List the methods and their options, with defaults."""
+    from pfedla.algorithms import ALGORITHMS, default_options
+
+    defaults = {name: default_options(name) for name in ALGORITHMS}
+    if as_json:
+        print(json.dumps(defaults))
+        return
+    table = Table("algorithm", "what it does", "options (--set algorithm.…)")
+    for name, kind in ALGORITHMS.items():
+        chosen = "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items())
+        table.add_row(name, kind.summary, chosen)
+    say(table)
+
+
+def _find_folders(given: list[Path]) -> list[Path]:
+    """Return the run folders. The folder of a comparison has no experiment.toml, its runs have."""
+    found = []
+    for path in given:
+        inside = sorted(file.parent for file in path.glob("*/experiment.toml"))
+        found += inside if inside and not (path / "experiment.toml").exists() else [path]
+    return list(dict.fromkeys(found))
 
 
 def evaluate(
     run: RunPath,
     client: Client,
-    data: Annotated[
-        Path | None, typer.Option(help="file.npz with x, y (default: the client's test split of the run).")
-    ] = None,
+    data: Annotated[Path | None, Option(help="file.npz with x, y (default: the client's own test split).")] = None,
     as_json: Json = False,
 ) -> None:
     """Test a client's personal model on a file, or on the client's own test split."""
@@ -33,33 +85,25 @@ def evaluate(
         print(json.dumps(result))
         return
     numbers = f"accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} ({result['examples']} examples)"
-    out_console.print(f"client {client} on {data or 'its test split'}: {numbers}", soft_wrap=True)
+    say(f"client {client} on {data or 'its test split'}: {numbers}")
     if personal.experiment.data.overlapping:
-        out_console.print("OVERLAPPING clients: test examples may have trained other clients.")
+        say("OVERLAPPING clients: test examples may have trained other clients.")
 
 
-def export(
-    run: RunPath,
-    client: Client,
-    out: Annotated[
-        Path | None, typer.Option(help="New folder for the files (default: RUN/export/client-<id>).")
-    ] = None,
-) -> None:
+def export(run: RunPath, client: Client, out: Annotated[Path | None, Option(help=EXPORT_HELP)] = None) -> None:
     """Export a personal model: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
     from pfedla.core.files import safe_name
     from pfedla.runs.personal import export_personal, load_personal
 
-    for path in export_personal(load_personal(run, client), out or run / "export" / f"client-{safe_name(client)}"):
-        out_console.print(str(path), soft_wrap=True)
+    folder = out or run / "export" / f"client-{safe_name(client)}"
+    say(*map(str, export_personal(load_personal(run, client), folder)))
 
 
 def join(
     run: RunPath,
-    data: Annotated[Path, typer.Option(help="file.npz with the client's x, y and perhaps test (a ready test split).")],
-    rounds: Annotated[int, typer.Option(min=1, max=10**6, help="Rounds that the client trains for.")] = 10,
-    name: Annotated[
-        str | None, typer.Option(help="What to call it: RUN/joined/NAME (default: the file's name).")
-    ] = None,
+    data: Annotated[Path, Option(help="file.npz with the client's x, y and perhaps test (a ready test split).")],
+    rounds: Annotated[int, Option(min=1, max=10**6, help="Rounds that the client trains for.")] = 10,
+    name: Annotated[str | None, Option(help="What to call it: RUN/joined/NAME (default: the file's name).")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -70,49 +114,36 @@ def join(
     from pfedla.report.tables import borrowed_lines, joined_table, traffic_line
     from pfedla.runs.joining import join_run
 
-    warn = Console(stderr=True, highlight=False, markup=False, quiet=quiet or as_json)
-    folder, result = join_run(run, data, rounds=rounds, name=name, say=lambda line: warn.print(line, soft_wrap=True))
+    warn = Console(stderr=True, highlight=False, markup=False, quiet=quiet or as_json, soft_wrap=True)
+    folder, result = join_run(run, data, rounds=rounds, name=name, say=warn.print)
     if as_json:
         print(json.dumps({"joined": str(folder), **result}))
-        return
-    if not quiet:
-        out_console.print(joined_table(result))
+    elif not quiet:
         examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
-        lines = [
-            *borrowed_lines(result),
-            f"{examples}; {traffic_line(result['traffic'])}; results in {folder}",
-            f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}",
-        ]
-        for line in lines:
-            out_console.print(line, soft_wrap=True)
+        spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
+        say(joined_table(result), *borrowed_lines(result), spent)
+        say(f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}")
 
 
 def communication(
-    dataset: Annotated[
-        str, typer.Option("--dataset", "-d", help="emnist, fashion-mnist, cifar10, …: see `pfedla data list`.")
-    ],
-    clients: Annotated[int, typer.Option(min=1, max=10**9, help="Number of clients.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, max=10**9, help="Rounds.")] = 75,
-    participation: Annotated[float, typer.Option(help="Share of the clients in each round.")] = 1.0,
-    retain: Annotated[
-        str, typer.Option(help="Layers that stay on the client in every round, separated by commas: fc3,fc1.")
-    ] = "",
-    model: Annotated[str, typer.Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
+    dataset: Annotated[str, Option("--dataset", "-d", help="A name of `pfedla data list`: emnist, cifar10, …")],
+    clients: Annotated[int, Option(min=1, max=10**9, help="Number of clients.")] = 10,
+    rounds: Annotated[int, Option(min=1, max=10**9, help="Rounds.")] = 75,
+    participation: Annotated[float, Option(help="Share of the clients in each round.")] = 1.0,
+    retain: Annotated[str, Option(help="Layers that stay on the client always, separated by commas: fc3,fc1.")] = "",
+    model: Annotated[str, Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Compute what a run sends, in MiB (2^20 bytes), from the model alone. Retained layers save the download."""
-    import torch
-
     from pfedla.core.layers import Layers
-    from pfedla.core.models import build_model, model_for
+    from pfedla.core.models import model_for, outline
     from pfedla.core.rounds import MIB, num_participants, plan_traffic
     from pfedla.data import datasets
 
     entry = datasets.find(dataset)
-    if not 0 < participation <= 1:
-        raise PfedlaError(f"participation = {participation} is not possible: it should be above 0 and at most 1")
+    participation = Experiment.parse({"participation": participation}).participation
     name = model_for(entry.shape) if model == "auto" else model
-    layers = Layers.of(build_model(name, entry.shape, entry.num_classes, torch.Generator()))
+    layers = Layers.of(outline(name, entry.shape, entry.num_classes))
     retained = layers.positions(split_words(retain))
     traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained)
     down, up = traffic.down_bytes / MIB, traffic.up_bytes / MIB
@@ -123,5 +154,4 @@ def communication(
     for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):
         table.add_row(layer, f"{size:,}", "no" if position in retained else "yes")
     table.add_row("all", f"{sum(layers.num_parameters):,}", "")
-    out_console.print(table)
-    out_console.print(f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
+    say(table, f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")

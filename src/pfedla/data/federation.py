@@ -50,11 +50,7 @@ class Outline:
             raise PfedlaError(f"augment crops and flips images, but the examples have shape {self.shape}; leave it out")
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
-        if not self.mean:
-            return x.float() if x.is_floating_point() else x
-        centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (self.mean, self.std))
-        return (x.float() - centre) / scale
+        return normalise(x, self.mean, self.std)
 
     def fingerprint_of(self, digests: Iterable[str]) -> str:
         """Return the SHA-256 of all clients' digests and of how their examples are normalised."""
@@ -115,6 +111,14 @@ class Federation(Outline):
     def class_counts(self) -> Array:
         parts, length = zip(self.train, self.test, strict=True), len(self.classes)
         return np.array([[np.bincount(part.y.numpy(), minlength=length) for part in pair] for pair in parts])
+
+
+def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
+    if not mean:
+        return x.float() if x.is_floating_point() else x
+    centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
+    return (x.float() - centre) / scale
 
 
 def digest_of(train: Examples, test: Examples) -> str:

@@ -30,7 +30,6 @@ from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_json, read_object, read_tensors, safe_name, sha256, write_text, write_whole
 from pfedla.core.rounds import Traffic
-
 from pfedla.data.federation import Outline
 from pfedla.data.partition import split_statistics
 from pfedla.report.reading import read_result, round_of

@@ -82,8 +82,14 @@ class Run:
 
     def _create_engine(self) -> AbstractContextManager[Engine]:
         assert isinstance(self.built.federation, Federation)
-        how = {"recalibrate": self.experiment.recalibrate, "faults": self.experiment.faults, "stopping": self.stopping}
-        return SimulatedEngine(self.algorithm, self.built.federation, self.experiment.engine, **how)
+        return SimulatedEngine(
+            self.algorithm,
+            self.built.federation,
+            self.experiment.engine,
+            recalibrate=self.experiment.recalibrate,
+            faults=self.experiment.faults,
+            stopping=self.stopping,
+        )
 
     def _start(self, engine: Engine) -> None:
         """Take the state of the last checkpoint, or a fresh one."""

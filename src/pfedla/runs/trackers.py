@@ -8,61 +8,39 @@ import json
 import logging
 import os
 import time
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
-from pfedla.runs.folder import EXPERIMENT, LINES
+from pfedla.report.reading import flatten, read_experiment, read_rounds
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
 MEASURES = (  # keys of rounds.jsonl and result.json that are metrics
     *("accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds"),
     *("traffic", "down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"),
 )
-Status = Literal["FINISHED", "KILLED", "FAILED"]
 
 
 def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of rounds.jsonl, or of result.json, as accuracy/mean, seconds/train, …"""
-    measured = flatten({key: value for key, value in line.items() if key in MEASURES}, "/")
-    return {name: value for name, value in measured.items() if isinstance(value, (int, float))}
-
-
-def flatten(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}{separator}{name}": leaf for name, leaf in flatten(value, separator).items()}
-        else:
-            found[key] = value
-    return found
-
-
-class Tracker(Protocol):
-    """One run in one tracker; `where` says where to find it."""
-
-    where: str
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None: ...
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def close(self, status: Status, summary: dict[str, float]) -> None: ...
+    measured = flatten(flatten({key: value for key, value in line.items() if key in MEASURES}))
+    return {name.replace(".", "/"): value for name, value in measured.items() if isinstance(value, (int, float))}
 
 
 class TensorBoard:
     """RUN/tensorboard, written anew each time: it holds nothing that the run folder does not."""
+
+    needs = ("torch.utils.tensorboard",)
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         target = folder / "tensorboard"
         for old in target.glob("events.out.tfevents.*"):
             old.unlink()
         self.where = f"tensorboard --logdir {target}"
-        settings = flatten(config, ".").items()
-        values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in settings}
+        values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in config.items()}
         shown = dict.fromkeys(("accuracy/mean", "accuracy/worst", "accuracy_after_training", "loss"), 0)
         about, begun, self._ended = import_module("torch.utils.tensorboard.summary").hparams(values, shown)
         # purge_step: a TensorBoard that is open forgets what it has read in the files that are gone.
@@ -75,7 +53,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self, status: Status, summary: dict[str, float]) -> None:
+    def close(self, status: str, summary: dict[str, float]) -> None:
         if status == "FINISHED":
             self._writer.file_writer.add_summary(self._ended)
         self._writer.close()
@@ -84,46 +62,43 @@ class TensorBoard:
 class MLflow:
     """The store that MLFLOW_TRACKING_URI names, or a file beside the run folder. Values cannot change."""
 
+    needs = ("mlflow", "sqlalchemy", "alembic")
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         mlflow, self._entities = import_module("mlflow"), import_module("mlflow.entities")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports how it makes its tables
         beside = f"sqlite:///{(folder.resolve().parent / 'mlflow.db').as_posix()}"
-        self.where = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else beside
+        self.where = os.environ.get("MLFLOW_TRACKING_URI", beside)
         self._client, self._rounds = mlflow.MlflowClient(self.where), config["rounds"]
-        run = self._find(folder)
-        self._run_id = run.info.run_id
-        _remember_id(folder, "mlflow", self._run_id)
-        self._client.update_run(self._run_id, status="RUNNING")
-        histories = {key: self._client.get_metric_history(self._run_id, key) for key in run.data.metrics}
-        self._known = {key: {point.step for point in history} for key, history in histories.items()}
-        self._log_config({key: str(value) for key, value in flatten(config, ".").items()}, run.data.params)
-
-    def _find(self, folder: Path) -> Any:
-        name, known = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pfedla"), _read_ids(folder).get("mlflow")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pfedla")
         experiment = self._client.get_experiment_by_name(name)
         home = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs([home], f"attributes.run_id = '{known}'") if known else []
-        return found[0] if found else self._client.create_run(home, run_name=folder.name)
-
-    def _log_config(self, values: dict[str, str], before: dict[str, str]) -> None:
-        """Log new values as params. A param cannot change: another value (more rounds) becomes a tag."""
+        found = self._client.search_runs([home], f"attributes.run_id = '{_read_ids(folder).get('mlflow')}'")
+        run = found[0] if found else self._client.create_run(home, run_name=folder.name)
+        self._id, before = run.info.run_id, run.data.params
+        _remember_id(folder, "mlflow", self._id)
+        self._client.update_run(self._id, status="RUNNING")
+        histories = [self._client.get_metric_history(self._id, key) for key in run.data.metrics]
+        self._known = {(point.key, point.step) for history in histories for point in history}
+        # A param cannot change: another value (more rounds) becomes a tag.
+        values = {key: str(value) for key, value in config.items()}
         new = [self._entities.Param(key, value) for key, value in values.items() if key not in before]
-        changed = {key: value for key, value in values.items() if before.get(key, value) != value}
-        tags = [self._entities.RunTag(key, value) for key, value in changed.items()]
-        self._client.log_batch(self._run_id, params=new, tags=tags)
+        other = [self._entities.RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
+        self._client.log_batch(self._id, params=new, tags=other)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        now, new = int(1000 * time.time()), [key for key in metrics if step not in self._known.get(key, ())]
-        points = [self._entities.Metric(key, float(metrics[key]), now, step) for key in new]
-        self._client.log_batch(self._run_id, points)
+        now, new = int(1000 * time.time()), {key: v for key, v in metrics.items() if (key, step) not in self._known}
+        self._client.log_batch(self._id, [self._entities.Metric(key, float(v), now, step) for key, v in new.items()])
 
-    def close(self, status: Status, summary: dict[str, float]) -> None:
+    def close(self, status: str, summary: dict[str, float]) -> None:
         self.log(self._rounds, summary)
-        self._client.set_terminated(self._run_id, status)
+        self._client.set_terminated(self._id, status)
 
 
 class WeightsAndBiases:
     """Online, or as WANDB_MODE says; files are in RUN/wandb. Of those made offline, the last is complete."""
+
+    needs = ("wandb",)
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         wandb = import_module("wandb")
@@ -147,18 +122,13 @@ class WeightsAndBiases:
         if step >= self._run.step:  # it has those before
             self._run.log(metrics, step=step, commit=True)
 
-    def close(self, status: Status, summary: dict[str, float]) -> None:
+    def close(self, status: str, summary: dict[str, float]) -> None:
         self._run.summary.update(summary)
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
+Tracker = TensorBoard | MLflow | WeightsAndBiases
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
-# The modules that an extra must bring.
-NEEDED = {
-    "tensorboard": ("torch.utils.tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "wandb": ("wandb",),
-}
 
 
 def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
@@ -167,7 +137,7 @@ def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
         try:
-            first, *_ = [import_module(module) for module in NEEDED[name]]
+            first, *_ = [import_module(module) for module in TRACKERS[name].needs]
         except ImportError as error:
             fix = f"pip install 'pfedla[{name}]'"
             raise PfedlaError(f"tracker {name} cannot be loaded ({error}): {fix}") from None
@@ -187,41 +157,35 @@ class Tracking:
 
     def begin(self) -> None:
         """Open the trackers, and log what the run folder holds already."""
-        lines = self.folder / LINES
-        text = lines.read_text(encoding="utf-8") if lines.exists() else ""
-        config = tomllib.loads((self.folder / EXPERIMENT).read_text(encoding="utf-8"))
         for name in self.names:
-            with self._leave_out_if_it_fails(name):
-                self._open[name] = tracker = TRACKERS[name](self.folder, config)
-                self.say(f"{name}: {tracker.where}")
-                for line in map(json.loads, text.splitlines()):
-                    tracker.log(line["round"], select_metrics(line))
+            self._attempt(name, self._start, name)
+
+    def _start(self, name: str) -> None:
+        self._open[name] = tracker = TRACKERS[name](self.folder, flatten(read_experiment(self.folder)))
+        self.say(f"{name}: {tracker.where}")
+        for line in read_rounds(self.folder):
+            tracker.log(line["round"], select_metrics(line))
 
     def log(self, line: Mapping[str, Any]) -> None:
-        self._each(lambda tracker: tracker.log(line["round"], select_metrics(line)))
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, tracker.log, line["round"], select_metrics(line))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
-        status: Status = "KILLED" if stopped else "FAILED" if error else "FINISHED"
+        status = "KILLED" if stopped else "FAILED" if error else "FINISHED"
         summary = {f"result/{name}": value for name, value in select_metrics(self.result).items()}
-        self._each(lambda tracker: tracker.close(status, summary))
-
-    def _each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            with self._leave_out_if_it_fails(name):
-                act(tracker)
+            self._attempt(name, tracker.close, status, summary)
 
-    @contextmanager
-    def _leave_out_if_it_fails(self, name: str) -> Iterator[None]:
+    def _attempt(self, name: str, act: Callable[..., None], *args: Any) -> None:
         try:
-            yield
+            act(*args)
         except Exception as error:  # a server that is down, a full disk: training does not depend on it
             self._open.pop(name, None)
-            later = f"--resume --track {name} catches up"
-            self.say(f"{name} is left out from here on: {error!r:.300}; {later}")
+            self.say(f"{name} is left out from here on: {error!r:.300}; --resume --track {name} catches up")
 
 
 def _read_ids(folder: Path) -> dict[str, Any]:
