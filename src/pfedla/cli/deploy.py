@@ -60,7 +60,7 @@ def init(
     pfedla deploy init fed --shape 1,28,28 --classes 10 --pixels --clients 3 --host fl.example.org
     """
     _check_flower()
-    from pfedla.flower.layout import OwnData, plan_deployment, write_deployment
+    from pfedla.flower.layout import describe_own_data, plan_deployment, write_deployment
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.overrides import gather
 
@@ -69,7 +69,7 @@ def init(
     public = [f"--{key}" for key in ("dataset", "partition", "samples") if given.get(key) is not None]
     if shape is not None and public:
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
-    own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
+    own = describe_own_data(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
     folder = folder.resolve()
     options = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
@@ -105,7 +105,7 @@ def local(
 
     folder = folder.resolve()
     deployment = read_deployment(folder)
-    sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(deployment.num_clients)]
+    sites = [folder / "sites" / f"client-{client}" / "data.npz" for client in range(len(deployment.keys))]
     missing = [path for path in sites if not path.exists()]
     if deployment.experiment.data.dataset == SITES and missing:
         count = f"{len(missing)} of {len(sites)} missing"
@@ -116,7 +116,7 @@ def local(
     hint = f"resume with pfedla deploy local {folder} --resume"
     with Interruption(quietly) as interruption, Display(rounds, quiet=quietly, hint=hint) as display:
         display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
-        run_locally(folder, deployment.num_clients, run_folder, display, interruption, **config)
+        run_locally(folder, len(deployment.keys), run_folder, display, interruption, **config)
     result = read_result(run_folder / "result.json")
     if as_json:
         print(json.dumps({"run": str(run_folder), **result}))
