@@ -47,8 +47,7 @@ class LoopbackGrid:
         online = [(client, key) for client, key in keys if not self.absent(client, self.round)]
         return [NodeInfo(node_id=100 + client, public_key=key, name=f"node-{client}") for client, key in online]
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        ids = []
+    def push_messages(self, messages: list[Message]) -> Iterable[str]:
         for message in messages:
             self.round = int(message.content.config_records["config"].get("round", self.round))
             number = str(len(self.sent))
@@ -61,13 +60,11 @@ class LoopbackGrid:
                 answer = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
             answer = self.change(client, answer)
             self.replies[number] = [] if answer is None else [answer]
-            ids.append(number)
-        return ids
+        return [message.metadata.message_id for message in messages]
 
     def context(self, client: int) -> Context:
-        return Context(
-            1, 100 + client, self.config[client], RecordDict(), flatten_dict(self.deployment.to_run_config())
-        )
+        config = flatten_dict(self.deployment.to_run_config())
+        return Context(1, 100 + client, self.config[client], RecordDict(), config)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         answers = [answer for number in message_ids for answer in self.replies.pop(number, [])]  # forgotten at once
@@ -93,8 +90,9 @@ def run_server(grid: LoopbackGrid, **changes: Any) -> list[str]:
     return said
 
 
-def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) -> None:
-    """Run an experiment with the threaded engine; the clients of `absent` do not answer."""
+def check(deployment: Deployment, keys: Iterable[str] = NUMBERS, absent: Absent | None = None) -> dict[str, Any]:
+    """Numbers, weights and personal models are those of the threaded engine where `absent` clients do not answer."""
+    simulated, experiment = deployment.folder.parent / "simulated" / deployment.folder.name, deployment.experiment
     with pytest.MonkeyPatch.context() as patch:
         if absent is not None:
             experiment = experiment.model_copy(update={"faults": Faults(dropout=0.5)})
@@ -102,13 +100,7 @@ def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) ->
                 "pfedla.engines.client.choose_answering",
                 lambda faults, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
             )
-        pfedla.run(experiment, out)
-
-
-def check(deployment: Deployment, keys: Iterable[str] = NUMBERS, absent: Absent | None = None) -> dict[str, Any]:
-    """Numbers, weights and the sites' personal models are those of the threaded engine, bit for bit."""
-    simulated = deployment.folder.parent / "simulated" / deployment.folder.name
-    simulate_absent(deployment.experiment, simulated, absent)
+        pfedla.run(experiment, simulated)
     collect_models(deployment.folder.parent, deployment.folder)
     tensors = [
         {path.relative_to(folder): path for path in (*folder.glob("models/*"), *folder.glob("alpha.safetensors"))}

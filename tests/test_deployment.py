@@ -20,23 +20,19 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import assert_same
-from flower_grid import check, deploy, simulate_absent
-from safetensors.torch import load_file
+from flower_grid import check, deploy
 
 from pfedla.core.errors import PfedlaError
-from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import write_node_key
 from pfedla.flower.layout import plan_deployment, read_deployment, write_app
-from pfedla.flower.processes import LocalFederation, collect_models
+from pfedla.flower.processes import LocalFederation
 from pfedla.flower.server_app import END, LOG, beside
 from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
@@ -110,7 +106,6 @@ def short(folder: Path) -> None:
 
 
 SPOILER = r"""
-import numpy as np
 from flwr.app import Array, ArrayRecord
 from pfedla.flower import client_app
 
@@ -120,17 +115,10 @@ app = client_app.ClientApp()
 @app.evaluate()
 @app.train()
 def answer(message, context):
-    answer, config = client_app.reply(message, context), message.content["config"]
-    if config["client"] == 1 and message.metadata.message_type == "train":
-        arrays = dict(answer.content["tensors"].items())
-        name, value = next((name, array.numpy()) for name, array in arrays.items())
-        spoiled = {
-            1: {name: Array(value * np.nan)},
-            2: {name: Array(value[:1])},
-            3: {"another.layer": Array(np.zeros(3, np.float32))},
-            4: {name: Array("float32", (3,), "numpy.ndarray", b"cos\n_exit\n(I1\ntR.")},  # a pickle: it ends the server
-        }
-        answer.content["tensors"] = ArrayRecord(arrays | spoiled[config["round"]])
+    answer = client_app.reply(message, context)
+    if message.content["config"]["client"] == 1 and message.metadata.message_type == "train":
+        pickle = Array("float32", (3,), "numpy.ndarray", b"cos\n_exit\n(I1\ntR.")  # it would end the server
+        answer.content["tensors"] = ArrayRecord({name: pickle for name in answer.content["tensors"]})
     return answer
 """
 
@@ -149,15 +137,12 @@ def methods(folder: Path) -> None:
         wait_for_end(deployments[2])
         refusals(folder, federation)
     for one in deployments:
-        traffic = check(one)["traffic"]
-        wire = json.loads((one.folder / "deployment.json").read_text())["wire"]
-        for way in ("down", "up"):
-            assert wire[f"{way}_bytes"] == traffic[f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
+        check(one)
 
 
 def refusals(folder: Path, federation: LocalFederation) -> None:
     """Unknown nodes do not get in, client 2 has another's data, client 1 sends bad uploads: client 0 trains alone."""
-    deployment = add_app(folder, "spoiled", {**DIGITS, "rounds": 4, "evaluate_every": 4})
+    deployment = add_app(folder, "spoiled", DIGITS)
     (folder / "spoiled" / "spoiler.py").write_text(SPOILER)
     project = folder / "spoiled" / "pyproject.toml"
     project.write_text(project.read_text().replace("pfedla.flower.client_app", "spoiler"))
@@ -180,14 +165,8 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
     said = read_log(deployment)
     assert re.search(r"node \d+ \('client-1'\)", said), said
     assert all("partition-id" in text for text in (said, log.read_text()))
-    reasons = ("not finite", "wrong shape", "wrong names", "not an upload")
     failures = read_result(deployment.folder / "result.json")["failures"]
-    assert failures == {"1": dict.fromkeys(reasons, 1), "2": {"no answer": 4}}
-    simulated = folder / "simulated" / deployment.folder.name
-    simulate_absent(deployment.experiment, simulated, lambda client, round: client > 0)
-    collect_models(folder, deployment.folder)
-    for name in ("alpha.safetensors", "models/client-0.safetensors"):
-        assert_same(load_file(deployment.folder / name), load_file(simulated / name))
+    assert failures == {"1": {"not an upload": 3}, "2": {"no answer": 3}}
 
 
 def node_killed(folder: Path) -> None:
@@ -250,16 +229,12 @@ def server_killed(folder: Path) -> None:
 SCENARIOS = {one.__name__: one for one in (short, methods, node_killed, server_killed)}
 
 
-@cache
 def namespace() -> list[str]:
     """Return the command that gives a program its own network and process namespace, if that is allowed."""
-    for mine in ([], ["--map-root-user"]):
+    for mine in ([], ["--map-root-user"]) if shutil.which("unshare") else ():
         command = ["unshare", *mine, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        try:
-            if subprocess.run([*command, "true"], capture_output=True, timeout=30).returncode == 0:
-                return command
-        except OSError:
-            break
+        if subprocess.run([*command, "true"], capture_output=True, timeout=30).returncode == 0:
+            return command
     return []
 
 

@@ -32,12 +32,9 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)
 
 
-def values_of(name: str, **more: Any) -> dict[str, Any]:
-    return {**DIGITS, "algorithm": {"name": name, **OPTIONS.get(name, {})}, **more}
-
-
 def grid_of(tmp_path: Path, name: str = "pfedla", options: dict[str, Any] | None = None, **more: Any) -> LoopbackGrid:
-    return LoopbackGrid(deploy(tmp_path / "fed", values_of(name, **more), **(options or {})))
+    values = {**DIGITS, "algorithm": {"name": name, **OPTIONS.get(name, {})}, **more}
+    return LoopbackGrid(deploy(tmp_path / "fed", values, **(options or {})))
 
 
 def photos(folder: Path) -> dict[str, Any]:
@@ -67,15 +64,11 @@ def test_a_method_over_messages_equals_the_threaded_engine(name: str, tmp_path: 
     check(grid.deployment)
     described = [json.loads((folder / "federation.json").read_text()) for folder in folders]
     assert described[0] == described[1]
-    training = [message.content for message in grid.sent if message.metadata.message_type == "train"]
-    arrays = [array for content in training for record in content.array_records.values() for array in record.values()]
-    counted = result_of(grid)["traffic"]["down_bytes"]  # the wire carries these and a header per tensor
-    assert sum(len(array.data) for array in arrays) == counted + HEADER_BYTES * len(arrays)
     result, kept = result_of(grid), load_personal(site_folder(grid, 2), "2")
+    wire = json.loads((folders[0] / "deployment.json").read_text())["wire"]
+    for way in ("down", "up"):  # the wire carries what is counted, and a header per tensor
+        assert wire[f"{way}_bytes"] == result["traffic"][f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
     assert evaluate_personal(kept, None)["accuracy"] == result["accuracy"]["per_client"][2]
-
-
-# Clients and servers that go down
 
 
 @pytest.mark.parametrize("name", ["heurpfedla", pytest.param("pfedme", marks=pytest.mark.slow)])
@@ -162,9 +155,6 @@ def test_another_clients_partition_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert result_of(grid)["failures"] == {"1": {"no answer": 2}}
 
 
-# What sites bring
-
-
 def own_file(
     path: Path, shape: tuple[int, ...] = (5,), labels: str = "abc", dtype: type = np.float32, seed: int = 0
 ) -> Path:
@@ -207,16 +197,13 @@ def test_sites_bring_their_own_data(pixels: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "key"), [({"shape": (6,)}, "(6,)"), ({"labels": "abx"}, "'x'"), (None, "--node-config")]
 )
-def test_data_that_do_not_fit_are_refused_when_joining(
-    file: dict[str, Any] | None, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_do_not_fit_are_refused_when_joining(file: dict[str, Any] | None, key: str, tmp_path: Path) -> None:
     grid = own_grid(tmp_path)
     grid.config[0]["data"] = str(own_file(tmp_path / "good.npz"))
     if file is not None:
         grid.config[1]["data"] = str(own_file(tmp_path / "mine.npz", **file))
     said = run_server(grid)
     assert any("client 1" in line and key in line for line in said)
-    assert key in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -243,17 +230,12 @@ def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
 
 def test_a_round_that_ends_too_late_deletes_no_later_state(tmp_path: Path) -> None:
     """The server has given up on round 5; the site finishes it after round 6."""
-    deployment = deploy(tmp_path / "fed", values_of("fedrep"))
-    site = Site(deployment, {"client": 0, "run": "0" * 16}, {"state": str(tmp_path / "site-0")})
-    state = site.client.algorithm.init_client()
-
+    grid = grid_of(tmp_path, "fedrep")
+    site = Site(grid.deployment, {"client": 0, "run": "0" * 16}, grid.config[0])
     for rounds, kept in ((((3, 2), (4, 3), (6, 4), (5, 4)), "3456"), (((7, 6),), "567")):
         for round, base in rounds:
-            site._keep(round, base, state)
+            site._keep(round, base, site.client.state)
         assert sorted(path.stem for path in site.folder.glob("round-*")) == [f"round-{number}" for number in kept]
-
-
-# Untrusted messages
 
 
 class Trap:
@@ -323,7 +305,6 @@ def test_a_site_checks_what_the_server_sends(tmp_path: Path) -> None:
     run_server(grid)
     message = next(message for message in grid.sent if message.metadata.message_type == "train")
     good, name = message.content["tensors"], next(iter(message.content["tensors"]))
-
     rest = ArrayRecord({key: array for key, array in good.items() if key != name})
     for spoil, key in (
         (lambda: put(message, lambda value: value * np.inf), "finite"),
@@ -336,9 +317,6 @@ def test_a_site_checks_what_the_server_sends(tmp_path: Path) -> None:
         spoil()
         assert key in str(reply(message, grid.context(0)).content.config_records["config"]["refusal"])
         message.content["tensors"] = good
-
-
-# What a deployment refuses, and what it writes
 
 
 def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
@@ -360,7 +338,7 @@ def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
 
 def test_the_run_configuration_describes_the_deployment(tmp_path: Path) -> None:
     """Another version and an existing folder are refused."""
-    deployment = deploy(tmp_path / "fed", values_of("heurpfedla", training={"lr": 0.1}))
+    deployment = grid_of(tmp_path, "heurpfedla", training={"lr": 0.1}).deployment
     assert Deployment.from_run_config(flatten_dict(deployment.to_run_config())) == deployment
     with pytest.raises(PfedlaError, match=r"deployment\.wait"):
         Deployment.from_run_config({**flatten_dict(deployment.to_run_config()), "deployment.wait": -1})

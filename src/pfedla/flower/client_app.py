@@ -35,7 +35,6 @@ from pfedla.flower.deployment import Deployment
 from pfedla.runs.experiment import SITES
 from pfedla.runs.folder import describe_federation
 
-KEPT = 3
 Split = tuple[Examples, Examples]  # training and test examples
 
 
@@ -140,7 +139,7 @@ class Site:
             return
         write_tensors(self._state_path(round), {name: value.cpu() for name, value in state.items()})
         there = [int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors")]
-        accepted = sorted(number for number in there if number <= base)[-(KEPT - 1) :]
+        accepted = sorted(number for number in there if number <= base)[-2:]
         for number in there:  # never a later one: the server may have given up waiting for this round
             if number < round and number not in accepted:
                 self._state_path(number).unlink(missing_ok=True)

@@ -86,11 +86,10 @@ class Deployment(Section):
 
     def build(self) -> Built:
         """Return the method and a federation that nobody has joined; refuse what a deployment cannot do."""
-        experiment = self.experiment
-        if experiment.faults.active or experiment.unseen_clients:
+        if self.experiment.faults.active or self.experiment.unseen_clients:
             raise PfedlaError("[faults] and unseen_clients are for simulations; leave them out of a deployment")
-        if experiment.checkpoint.rounds != 1:
+        if self.experiment.checkpoint.rounds != 1:
             raise PfedlaError("checkpoint.rounds must be 1 in a deployment: sites keep only their last states")
         if self.version != __version__:
             raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {self.version}")
-        return build_around(experiment, RemoteFederation(self))
+        return build_around(self.experiment, RemoteFederation(self))
