@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import assert_same
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.config import flatten_dict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
@@ -17,7 +18,8 @@ from pfedla.core.settings import Faults
 from pfedla.flower.client_app import reply
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import to_pem
-from pfedla.flower.layout import OwnData, plan_deployment, read_deployment, write_deployment
+from pfedla.flower.layout import plan_deployment, read_deployment, write_deployment
+from pfedla.flower.processes import collect_models
 from pfedla.flower.server_app import serve
 from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
@@ -32,23 +34,20 @@ NUMBERS = ("accuracy", "accuracy_after_training", "loss", "traffic", "failures")
 class LoopbackGrid:
     """What the engine uses of Flower's Grid. `absent` clients are offline; `change` acts on a reply on its way."""
 
-    def __init__(self, deployment: Deployment, folder: Path) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         self.deployment, self.replies, self.sent, self.round = deployment, {}, [], 0
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as in the process of a ServerApp
         self.absent: Absent = lambda client, round: False
         self.change: Change = lambda client, message: message
-        self.config: list[dict[str, Any]] = [
-            {"partition-id": client, "state": str(folder / f"site-{client}")}
-            for client in range(deployment.num_clients)
-        ]
+        sites = [deployment.folder.parent / "sites" / f"client-{client}" for client in range(len(deployment.keys))]
+        self.config: list[dict[str, Any]] = [{"state": str(site / "state")} for site in sites]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        keys = [(client, to_pem(key)) for client, key in enumerate(self.deployment.settings.keys)]
+        keys = [(client, to_pem(key)) for client, key in enumerate(self.deployment.keys)]
         online = [(client, key) for client, key in keys if not self.absent(client, self.round)]
         return [NodeInfo(node_id=100 + client, public_key=key, name=f"node-{client}") for client, key in online]
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        ids = []
+    def push_messages(self, messages: list[Message]) -> Iterable[str]:
         for message in messages:
             self.round = int(message.content.config_records["config"].get("round", self.round))
             number = str(len(self.sent))
@@ -61,11 +60,11 @@ class LoopbackGrid:
                 answer = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
             answer = self.change(client, answer)
             self.replies[number] = [] if answer is None else [answer]
-            ids.append(number)
-        return ids
+        return [message.metadata.message_id for message in messages]
 
     def context(self, client: int) -> Context:
-        return Context(1, 100 + client, self.config[client], RecordDict(), flatten(self.deployment))
+        config = flatten_dict(self.deployment.to_run_config())
+        return Context(1, 100 + client, self.config[client], RecordDict(), config)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         answers = [answer for number in message_ids for answer in self.replies.pop(number, [])]  # forgotten at once
@@ -74,17 +73,8 @@ class LoopbackGrid:
         return answers
 
 
-def flatten(deployment: Deployment) -> dict[str, Any]:
-    """Return the run configuration as Flower hands it over."""
-    flat: dict[str, Any] = {}
-    for key, value in deployment.to_run_config().items():
-        flat |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
-
-
-def deploy(folder: Path, values: dict[str, Any], own: OwnData | None = None, **options: Any) -> Deployment:
+def deploy(folder: Path, values: dict[str, Any], own: dict[str, Any] | None = None, **options: Any) -> Deployment:
     """Write a deployment of an experiment to `folder` and read it."""
-    options = {"wait": 1.0, "round_timeout": 1.0} | options
     planned = plan_deployment(Experiment.parse(values), own, folder, **options)
     write_deployment(folder, planned, ["127.0.0.1"], 9092)
     return read_deployment(folder)
@@ -92,8 +82,7 @@ def deploy(folder: Path, values: dict[str, Any], own: OwnData | None = None, **o
 
 def run_server(grid: LoopbackGrid, **changes: Any) -> list[str]:
     """Run the grid's deployment; return the server's lines."""
-    settings = grid.deployment.settings.model_copy(update=changes)
-    grid.deployment = grid.deployment._replace(settings=settings)
+    grid.deployment = grid.deployment.model_copy(update={"wait": 1.0, "round_timeout": 1.0, **changes})
     said: list[str] = []
     display = Display(grid.deployment.experiment.rounds, quiet=True)
     display.say = said.append  # type: ignore[method-assign]
@@ -101,8 +90,9 @@ def run_server(grid: LoopbackGrid, **changes: Any) -> list[str]:
     return said
 
 
-def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) -> None:
-    """Run an experiment with the threaded engine; the clients of `absent` do not answer."""
+def check(deployment: Deployment, keys: Iterable[str] = NUMBERS, absent: Absent | None = None) -> dict[str, Any]:
+    """Numbers, weights and personal models are those of the threaded engine where `absent` clients do not answer."""
+    simulated, experiment = deployment.folder.parent / "simulated" / deployment.folder.name, deployment.experiment
     with pytest.MonkeyPatch.context() as patch:
         if absent is not None:
             experiment = experiment.model_copy(update={"faults": Faults(dropout=0.5)})
@@ -110,14 +100,8 @@ def simulate_absent(experiment: Experiment, out: Path, absent: Absent | None) ->
                 "pfedla.engines.simulated.choose_answering",
                 lambda faults, cohort: torch.tensor([not absent(i, cohort.round) for i in cohort.ids.tolist()]),
             )
-        pfedla.run(experiment, out)
-
-
-def assert_as_simulated(
-    deployment: Deployment, simulated: Path, keys: Iterable[str] = NUMBERS, absent: Absent | None = None
-) -> dict[str, Any]:
-    """Numbers, weights and personal models are those of the threaded engine, bit for bit."""
-    simulate_absent(deployment.experiment, simulated, absent)
+        pfedla.run(experiment, simulated)
+    collect_models(deployment.folder.parent, deployment.folder)
     tensors = [
         {path.relative_to(folder): path for path in (*folder.glob("models/*"), *folder.glob("alpha.safetensors"))}
         for folder in (deployment.folder, simulated)

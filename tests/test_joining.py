@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import HELD_OUT, TinyNet, assert_same, budget, flat, make, play, toy_federation
-from pfedla.runs.checkpoint import RunState
 from safetensors.torch import load_file
 from test_learning import clusters
 from test_resume import contents
@@ -25,7 +24,7 @@ from pfedla.report.tables import comparison_markdown
 from pfedla.runs.build import build
 from pfedla.runs.comparison import compare, plan_comparison
 from pfedla.runs.experiment import Experiment
-from pfedla.runs.folder import RunFolder
+from pfedla.runs.folder import RunFolder, RunState
 from pfedla.runs.joining import Joined, join, join_run
 from pfedla.runs.personal import evaluate_personal, load_personal
 from pfedla.runs.run import Run, run, simulate

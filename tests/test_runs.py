@@ -52,7 +52,7 @@ def test_a_round_enters_at_most_twelve_files(tmp_path: Path) -> None:
             sys.setprofile(None)
             threading.setprofile(None)
     assert (tmp_path / "run" / "checkpoints" / "round-2.json").exists()
-    assert {"core/tasks.py", "algorithms/pfedla.py", "engines/threaded.py", "runs/folder.py"} <= entered
+    assert {"core/tasks.py", "algorithms/pfedla.py", "engines/simulated.py", "runs/folder.py"} <= entered
     assert len(entered) <= 12, ", ".join(sorted(entered))
 
 

@@ -45,14 +45,14 @@ def init(
     pfedla deploy init fed --shape 1,28,28 --classes 10 --pixels --clients 3 --host fl.example.org
     """
     _check_flower()
-    from pfedla.flower.layout import OwnData, plan_deployment, write_deployment
+    from pfedla.flower.layout import describe_own_data, plan_deployment, write_deployment
 
     if (shape is None) != (classes is None):
         raise PfedlaError("--shape and --classes belong together")
     public = [f"--{key}" for key in ("dataset", "partition", "samples") if given.get(key) is not None]
     if shape is not None and public:
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
-    own = OwnData.parse(shape, classes, pixels) if shape is not None and classes is not None else None
+    own = describe_own_data(shape, classes, pixels) if shape is not None and classes is not None else None
     experiment = Experiment.parse(gather(file, given, setting or []))
     limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
     deployment = plan_deployment(experiment, own, folder, **limits)
@@ -81,7 +81,7 @@ def local(
     from pfedla.runs.folder import number_folder
 
     deployment = read_deployment(folder)
-    sites = (folder / f"sites/client-{client}/data.npz" for client in range(deployment.num_clients))
+    sites = (folder / f"sites/client-{client}/data.npz" for client in range(len(deployment.keys)))
     missing = [path for path in sites if not path.exists()]
     if deployment.experiment.data.dataset == SITES and missing:
         raise PfedlaError(f"the sites bring their own data: {len(missing)} are missing, the first is {missing[0]}")
@@ -90,7 +90,7 @@ def local(
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
     with watching(rounds, quiet=quiet or as_json, hint=hint) as (display, signals):
         display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
-        run_locally(folder, deployment.num_clients, run_folder, display, signals, **config)
+        run_locally(folder, len(deployment.keys), run_folder, display, signals, **config)
     print_result(read_result(run_folder / "result.json"), run_folder, quiet=quiet, as_json=as_json)
 
 

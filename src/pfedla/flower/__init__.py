@@ -8,5 +8,4 @@ FLOWER_SWITCHES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-for _name, _value in FLOWER_SWITCHES.items():
-    os.environ.setdefault(_name, _value)
+os.environ.update({**FLOWER_SWITCHES, **os.environ})

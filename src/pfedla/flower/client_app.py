@@ -1,35 +1,167 @@
-"""The site's side of the Flower app. Flower starts a process per message; state is in the site's folder."""
+"""The site's side of the Flower app, and what it keeps in its own folder. Only answers leave the site.
 
+STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
+STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
+    kept, enough for any of the server's checkpoints
+STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal model, as in a run folder
+STATE/<run>/data.safetensors  the client's part of a public data set
+"""
+
+import json
+import re
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+import numpy as np
+import platformdirs
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors.torch import load_file
 
+from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
-from pfedla.flower.codec import CONFIG
+from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
+from pfedla.core.settings import EngineSettings
+from pfedla.data.federation import Examples, build_federation, digest_of, federation_of_one
+from pfedla.data.formats import load_arrays
+from pfedla.engines.client import Client, keep_freed_memory, make_client
+from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer, read_config
 from pfedla.flower.deployment import Deployment
-from pfedla.flower.site import Site, read_cohort
+from pfedla.runs.experiment import SITES
+from pfedla.runs.folder import describe_federation
+
+Split = tuple[Examples, Examples]  # training and test examples
 
 
+class Site:
+    """What a client does for one message: Flower starts a process for each."""
+
+    def __init__(self, deployment: Deployment, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
+        """`config` comes with the server's message, `node` is the site's own --node-config."""
+        self.num_clients, self.number, run = len(deployment.keys), int(config["client"]), str(config["run"])
+        claimed = node.get("partition-id", self.number)
+        if claimed != self.number:
+            raise PfedlaError(f"partition-id = {claimed}, but this node has the key of client {self.number}")
+        if not 0 <= self.number < self.num_clients or not re.fullmatch("[0-9a-f]{16}", run):
+            raise PfedlaError(f"the server sent an invalid client ({self.number}) or run ({run!r:.40})")
+        state = node.get("state") or platformdirs.user_state_path("pfedla") / f"client-{self.number}"
+        self.folder = Path(str(state)).expanduser().resolve() / run
+        self.experiment, self.federation, algorithm, *_ = deployment.build()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.task = algorithm.task
+        torch.set_num_threads(int(node.get("threads", 1)))
+        keep_freed_memory()
+        self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
+        examples, recalibrate = self._read_examples(), self.experiment.recalibrate
+        engine = EngineSettings(name="threaded", device=str(node.get("device", self.experiment.engine.device)))
+        self.client = make_client(
+            algorithm, self.federation, examples, engine, number=self.number, recalibrate=recalibrate
+        )
+        about = {"client": self.number, "digest": digest_of(*examples), "data": str(self.path or "")}
+        if not (self.folder / "site.json").exists():
+            self._write_json("site.json", about)
+        elif read_object(self.folder / "site.json").get("digest") != about["digest"]:
+            raise PfedlaError("the data of this site have changed since the run began; restore them, or start anew")
+
+    def _read_examples(self) -> Split:
+        dataset = self.experiment.data.dataset
+        if (dataset == SITES) == (self.path is None):
+            problem = 'set data="/path"' if dataset == SITES else f"remove data=, as this federation splits {dataset}"
+            raise PfedlaError(f"{problem} in --node-config")
+        return self._read_part() if self.path is None else self._read_own(self.path)
+
+    def _read_own(self, path: Path) -> Split:
+        """Read a .npz or a folder of .npy files: x, y, and test to mark a ready test split."""
+        known = self.federation
+        dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="this federation")
+        if dataset.x.dtype != np.uint8:
+            dataset = replace(dataset, x=dataset.x.astype(np.float32))
+        one = federation_of_one(dataset, "this site", self.experiment.seed)
+        return one.train[0], one.test[0]
+
+    def _read_part(self) -> Split:
+        """Read the client's part of a public data set, which is kept after the first time."""
+        kept = self.folder / "data.safetensors"
+        if not kept.exists():
+            data, found = build_federation(self.experiment.data, self.experiment.seed)
+            if found.fingerprint() != self.federation.fingerprint():
+                raise PfedlaError(f"{data.dataset} is not the same data set here as on the server")
+            parts = (*found.train[self.number], *found.test[self.number])
+            write_tensors(kept, dict(zip(("x", "y", "test_x", "test_y"), parts, strict=True)))
+        tensors = load_file(kept)
+        return Examples(tensors["x"], tensors["y"]), Examples(tensors["test_x"], tensors["test_y"])
+
+    def join(self, content: RecordDict) -> RecordDict:
+        return RecordDict({CONFIG: ConfigRecord({"train": len(self.client.train.y)})})
+
+    def train(self, content: RecordDict) -> RecordDict:
+        client, download, cohort = self._prepare(content)
+        state, answer = client.update(download, cohort)
+        self._keep(cohort.round, int(read_config(content)["base"]), state)
+        return encode_answer(answer, self.task.layers)
+
+    def evaluate(self, content: RecordDict) -> RecordDict:
+        """Test the personal model and write it: the site may use it from now on."""
+        client, download, cohort = self._prepare(content)
+        model = client.personalize(download, cohort)
+        accuracy, loss = client.evaluate(model)
+        self._write_personal(model, cohort.round - 1, accuracy)
+        return RecordDict({METRICS: MetricRecord({"accuracy": accuracy, "loss": loss})})
+
+    def _prepare(self, content: RecordDict) -> tuple[Client, Payload, Cohort]:
+        """Return the client after its round `base`, the download, and the cohort: a site knows of no other client."""
+        config, ids, state = read_config(content), torch.tensor([self.number]), self.client.state
+        cohort = Cohort(int(config["round"]), int(config["seed"]), ids=ids, num_examples=torch.zeros_like(ids))
+        download = decode_download(content, self.task.initial(), self.task.layers, self.num_clients)
+        base = int(config["base"])
+        if base and state:
+            kept = read_tensors(self._state_path(base), {name: value.to("meta") for name, value in state.items()})
+            state = {name: value.clone().to(self.client.device) for name, value in kept.items()}
+        return replace(self.client, state=state, has_trained=base > 0), download.to(self.client.device), cohort
+
+    def _keep(self, round: int, base: int, state: ClientState) -> None:
+        if not state:
+            return
+        write_tensors(self._state_path(round), {name: value.cpu() for name, value in state.items()})
+        there = [int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.safetensors")]
+        accepted = sorted(number for number in there if number <= base)[-2:]
+        for number in there:  # never a later one: the server may have given up waiting for this round
+            if number < round and number not in accepted:
+                self._state_path(number).unlink(missing_ok=True)
+
+    def _state_path(self, round: int) -> Path:
+        return self.folder / f"round-{round}.safetensors"
+
+    def _write_personal(self, model: Params, round: int, accuracy: float) -> None:
+        path = self.folder / "models" / f"client-{self.number}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        write_tensors(path, {name: value.cpu() for name, value in model.items()})
+        self._write_json("federation.json", describe_federation(self.federation))
+        self._write_json("result.json", {"client": self.number, "after_round": round, "accuracy": accuracy})
+        write_text(self.folder / "experiment.toml", self.experiment.to_toml())
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        write_text(self.folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+app = ClientApp()
+
+
+@app.query()
+@app.train()
+@app.evaluate()
 def reply(message: Message, context: Context) -> Message:
     """Return the answer to any message. The site's log and the server get the same reason for a refusal."""
     try:
-        content = answer(message.content, context)
+        config = message.content.config_records[CONFIG]
+        site = Site(Deployment.from_run_config(context.run_config), config, context.node_config)
+        answer = {MessageType.TRAIN: site.train, MessageType.EVALUATE: site.evaluate, MessageType.QUERY: site.join}
+        content = answer[message.metadata.message_type](message.content)
     except PfedlaError as error:
         print(f"pfedla: {error}", file=sys.stderr, flush=True)
         content = RecordDict({CONFIG: ConfigRecord({"refusal": str(error)})})
     return Message(content, reply_to=message)
-
-
-def answer(content: RecordDict, context: Context) -> RecordDict:
-    config = content.config_records[CONFIG]
-    site = Site(Deployment.from_run_config(context.run_config), config, context.node_config)
-    if config["action"] == "join":
-        return site.join()
-    cohort, base = read_cohort(config), int(str(config["base"]))
-    return (site.train if config["action"] == "train" else site.evaluate)(content, cohort, base)
-
-
-app = ClientApp()
-for _register in (app.train, app.evaluate, app.query):
-    _register()(reply)

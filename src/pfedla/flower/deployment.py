@@ -1,112 +1,95 @@
 """A deployment: an experiment, what the sites' data must look like, and which key belongs to which client.
 
-It travels as Flower's run configuration (flat, plain values). Server and sites read the same values, and
-`flwr run --run-config` overrides them.
+It travels as Flower's run configuration. Server and sites read the same values, and `flwr run --run-config`
+overrides them.
 """
 
 import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Self
 
+import numpy as np
 import torch
-from pydantic import ConfigDict, Field, ValidationError
+from flwr.common.config import unflatten_dict
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from pfedla import __version__
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.settings import Section
-from pfedla.flower.remote import RemoteFederation
+from pfedla.data.federation import Outline
 from pfedla.runs.build import Built, build_around
 from pfedla.runs.experiment import Experiment
 
 Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+OUTLINE = ("shape", "classes", "mean", "std", "names")
 
 
-class DeploymentSettings(Section):
-    """[deployment]: what does not belong to the experiment."""
+class RemoteFederation(Outline):
+    """A federation of sites: a client has no examples until it joins."""
 
-    model_config = ConfigDict(strict=False)  # lists come as JSON
+    def __init__(self, deployment: "Deployment") -> None:
+        self.deployment = deployment
+        nobody = torch.zeros(len(deployment.keys), dtype=torch.int64)
+        super().__init__(num_examples=nobody, **{key: getattr(deployment, key) for key in OUTLINE})
+
+    def class_counts(self) -> np.ndarray[Any, Any] | None:
+        return np.array(self.deployment.class_counts) if self.deployment.class_counts else None
+
+    def fingerprint(self) -> str:
+        return self.deployment.fingerprint
+
+
+class Deployment(Section):
+    """An experiment, and [deployment]: what does not belong to it."""
+
+    model_config = ConfigDict(strict=False)  # lists become tuples
+    experiment: Experiment
     version: str  # of pfedla, the same everywhere
-    folder: str  # the run folder, on the server
+    folder: Path  # the run folder, on the server
     resume: bool = False  # the run in `folder`
-    min_clients: Annotated[int, Field(ge=1)] = 1
-    """Clients that must be online: with fewer a round waits, then the run stops."""
-    wait: Seconds = 300.0
-    """Seconds to wait for clients: for all of them at the start, later for min_clients."""
-    round_timeout: Seconds = 3600.0
-    """Seconds to wait for clients before a round continues without them."""
+    min_clients: Annotated[int, Field(ge=1)] = 1  # that must be online: with fewer a round waits, then the run stops
+    wait: Seconds = 300.0  # for clients: for all of them at the start, later for min_clients
+    round_timeout: Seconds = 3600.0  # until a round continues without clients that do not answer
     shape: tuple[Annotated[int, Field(ge=1)], ...]  # of an example
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # of uint8 images, per channel; empty: examples are used as they are
     std: tuple[float, ...] = ()
     names: tuple[str, ...]  # of the clients
     keys: tuple[str, ...]  # client i is the node with the i-th public key (OpenSSH)
+    class_counts: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of a public data set, as in `Outline`
+    fingerprint: str = ""  # of a public data set
 
-    def federation(self) -> RemoteFederation:
-        """Return what is known of the federation before any client has joined: no numbers of examples."""
-        unknown = torch.zeros(len(self.keys), dtype=torch.int64)
-        known = self.model_dump(include={"shape", "classes", "mean", "std", "names"})
-        return RemoteFederation(num_examples=unknown, **known)
-
-
-class Deployment(NamedTuple):
-    experiment: Experiment
-    settings: DeploymentSettings
+    @field_validator(*OUTLINE, "keys", "class_counts", mode="before")
+    @classmethod
+    def _read_json(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
 
     def to_run_config(self) -> dict[str, Any]:
-        """Return nested values, as in pyproject.toml; lists and tables inside a section become JSON text."""
-        values = tomllib.loads(self.experiment.to_toml())
-        values["deployment"] = self.settings.model_dump(mode="json")
-        return {
-            key: {name: _to_plain(one) for name, one in value.items()} if isinstance(value, dict) else _to_plain(value)
-            for key, value in values.items()
-        }
+        """Return nested values, as in pyproject.toml. Flower takes no lists: they become JSON."""
+        values = self.model_dump(mode="json", exclude={"experiment"})
+        plain = {key: json.dumps(value) if isinstance(value, list) else value for key, value in values.items()}
+        return {**tomllib.loads(self.experiment.to_toml()), "deployment": plain}
 
     @classmethod
-    def from_run_config(cls, config: Mapping[str, Any]) -> "Deployment":
+    def from_run_config(cls, config: Mapping[str, Any]) -> Self:
         """Read values that are nested (pyproject.toml) or flat (`section.key`, as Flower hands them over)."""
-        values: dict[str, Any] = {}
-        for key, value in config.items():
-            section, _, name = key.rpartition(".")
-            if isinstance(value, dict):
-                values[key] = {name: _from_plain(one) for name, one in value.items()}
-            else:
-                (values.setdefault(section, {}) if section else values)[name] = _from_plain(value)
+        values = unflatten_dict(dict(config))
+        settings = values.pop("deployment", {})
         try:
-            settings = DeploymentSettings.model_validate(values.pop("deployment", {}))
+            return cls(experiment=Experiment.parse(values), **settings)
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, ("deployment", *problem["loc"])))
             raise PfedlaError(f"{where} = {shown(problem['input'])} is not possible: {problem['msg']}") from None
-        return cls(Experiment.parse(values), settings)
 
     def build(self) -> Built:
         """Return the method and a federation that nobody has joined; refuse what a deployment cannot do."""
-        experiment, settings = self
-        if experiment.faults.active or experiment.unseen_clients:
-            key = "[faults]" if experiment.faults.active else "unseen_clients"
-            raise PfedlaError(f"{key} is for simulations; leave it out of a deployment")
-        if experiment.checkpoint.rounds != 1:
+        if self.experiment.faults.active or self.experiment.unseen_clients:
+            raise PfedlaError("[faults] and unseen_clients are for simulations; leave them out of a deployment")
+        if self.experiment.checkpoint.rounds != 1:
             raise PfedlaError("checkpoint.rounds must be 1 in a deployment: sites keep only their last states")
-        if settings.version != __version__:
-            raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {settings.version}")
-        if len(set(settings.keys)) < len(settings.keys):
-            raise PfedlaError("two clients have the same key")
-        return build_around(experiment, settings.federation())
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.folder)
-
-    @property
-    def num_clients(self) -> int:
-        return len(self.settings.names)
-
-
-def _to_plain(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _from_plain(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
+        if self.version != __version__:
+            raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {self.version}")
+        return build_around(self.experiment, RemoteFederation(self))

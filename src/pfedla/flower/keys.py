@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 from datetime import UTC, datetime, timedelta
+from inspect import signature
 from pathlib import Path
 
 from cryptography import x509
@@ -15,8 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pfedla.core.errors import PfedlaError, shown
 
-SERVER_DAYS = 825  # the longest that common TLS libraries accept for a server's certificate
-CA_DAYS = 3650
+DAYS = {"ca": 3650, "server": 825}  # the longest that common TLS libraries accept for a server
+USES = signature(x509.KeyUsage).parameters  # all that a key can be used for
 
 
 def to_pem(openssh: str) -> bytes:
@@ -28,39 +29,51 @@ def to_pem(openssh: str) -> bytes:
     return key.public_bytes(to.Encoding.PEM, to.PublicFormat.SubjectPublicKeyInfo)
 
 
-def write_private(path: Path, key: ec.EllipticCurvePrivateKey, style: to.PrivateFormat) -> None:
-    """Write a private key that only its owner can read, from the first moment on."""
+def write_private(path: Path, style: to.PrivateFormat) -> ec.EllipticCurvePrivateKey:
+    """Write a new private key that only its owner can read, from the first moment on."""
+    key = ec.generate_private_key(ec.SECP384R1())
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(key.private_bytes(to.Encoding.PEM, style, to.NoEncryption()))
+    return key
 
 
 def write_node_key(path: Path, comment: str) -> str:
     """Write a client's key pair, as ssh-keygen would; return the public key."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_private(path, key, to.PrivateFormat.OpenSSH)
+    key = write_private(path, to.PrivateFormat.OpenSSH)
     public = key.public_key().public_bytes(to.Encoding.OpenSSH, to.PublicFormat.OpenSSH).decode()
     path.with_name(f"{path.name}.pub").write_text(f"{public} {comment}\n", encoding="utf-8")
     return f"{public} {comment}"
 
 
-def write_certificates(folder: Path, hosts: list[str]) -> None:
+def write_certificates(folder: Path, hosts: list[x509.GeneralName]) -> None:
     """Write ca.crt, ca.key, server.crt and server.key; `hosts` are the server's names and addresses."""
-    ca_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    ca_name = _name("pfedla federation CA")
-    ca = _certificate(ca_name, ca_key, CA_DAYS, is_ca=True).add_extension(
-        x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False
-    )
-    server = (
-        _certificate(_name(hosts[0]), server_key, SERVER_DAYS, is_ca=False)
-        .add_extension(x509.SubjectAlternativeName([to_general_name(host) for host in hosts]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    )
-    for name, key, builder in (("ca", ca_key, ca), ("server", server_key, server)):
-        write_private(folder / f"{name}.key", key, to.PrivateFormat.PKCS8)
-        signed = builder.issuer_name(ca_name).sign(ca_key, hashes.SHA384())
-        (folder / f"{name}.crt").write_bytes(signed.public_bytes(to.Encoding.PEM))
+    keys = {role: write_private(folder / f"{role}.key", to.PrivateFormat.PKCS8) for role in DAYS}
+    names = {role: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pfedla {role}")]) for role in DAYS}
+    public, start = keys["ca"].public_key(), datetime.now(UTC) - timedelta(hours=1)  # sites' clocks may be behind
+    signs = {"digital_signature": True, "key_cert_sign": True, "crl_sign": True}
+    extensions: dict[str, list[x509.ExtensionType]] = {
+        "ca": [
+            x509.BasicConstraints(ca=True, path_length=0),
+            x509.KeyUsage(**dict.fromkeys(USES, False) | signs),
+            x509.SubjectKeyIdentifier.from_public_key(public),
+        ],
+        "server": [
+            x509.BasicConstraints(ca=False, path_length=None),
+            x509.SubjectAlternativeName(hosts),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(public),
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        ],
+    }
+    for role, days in DAYS.items():
+        builder = x509.CertificateBuilder(names["ca"], names[role], keys[role].public_key())
+        builder = builder.serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(start).not_valid_after(start + timedelta(days=days))
+        for extension in extensions[role]:
+            is_critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+            builder = builder.add_extension(extension, critical=is_critical)
+        signed = builder.sign(keys["ca"], hashes.SHA384())
+        (folder / f"{role}.crt").write_bytes(signed.public_bytes(to.Encoding.PEM))
 
 
 def to_general_name(host: str) -> x509.GeneralName:
@@ -69,25 +82,3 @@ def to_general_name(host: str) -> x509.GeneralName:
     if not re.fullmatch(r"[A-Za-z0-9*][A-Za-z0-9.*-]{0,252}", host):
         raise PfedlaError(f"--host {host}: give a name (fl.example.org) or an address, without https:// and port")
     return x509.DNSName(host)
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-
-def _certificate(
-    subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, *, is_ca: bool
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC) - timedelta(hours=1)  # the sites' clocks may be a little behind
-    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
-    usage = dict.fromkeys((*others, "decipher_only"), False)
-    return (
-        x509.CertificateBuilder(subject_name=subject, public_key=key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        .add_extension(
-            x509.KeyUsage(digital_signature=True, key_cert_sign=is_ca, crl_sign=is_ca, **usage), critical=True
-        )
-    )

@@ -10,14 +10,12 @@ from flwr.serverapp import Grid, ServerApp
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import write_text
 from pfedla.flower.deployment import Deployment
-from pfedla.flower.engine import FlowerEngine
-from pfedla.flower.remote import RemoteFederation
+from pfedla.flower.engine import WIRE, FlowerEngine
 from pfedla.report.reading import read_result
 from pfedla.runs.folder import RESULT, RunFolder
 from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
-RUN_FILE = "deployment.json"  # in the run folder: what the wire has carried
 RUN_NAME = ".run"  # in the run folder: what the sites call this run
 LOG, END = (".log", ".end.json")  # files beside the run folder: the server's lines; {"error": …} once the run has ended
 
@@ -48,23 +46,20 @@ def beside(folder: Path, suffix: str) -> Path:
 
 def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
     """Run the deployment's experiment with the clients behind the grid."""
-    built, settings, path = deployment.build(), deployment.settings, deployment.folder
+    built, path = deployment.build(), deployment.folder
     federation, experiment = built.federation, built.experiment
-    assert isinstance(federation, RemoteFederation)
     display.begin(experiment.algorithm.name, experiment.seed)
-    if path.exists() and not settings.resume:
-        raise PfedlaError(
-            f"{path} exists already and is never overwritten; resume it with --run-config "
-            "'deployment.resume=true', or set another deployment.folder"
-        )
+    if path.exists() and not deployment.resume:
+        raise PfedlaError(f"{path} exists already and is never overwritten; set deployment.resume or another folder")
     name = (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
-    engine = FlowerEngine(
-        grid=grid, algorithm=built.algorithm, federation=federation, settings=settings, run=name, say=display.say
-    )
+    engine = FlowerEngine(grid, built.algorithm, federation, deployment=deployment, run=name, say=display.say)
     is_finished = (path / RESULT).exists() and read_result(path / RESULT)["rounds"] >= experiment.rounds
-    if not is_finished:
-        engine.gather()  # before there is a folder: a run that no client joins leaves none
-    folder = RunFolder(path, resume=settings.resume)
+    if not is_finished:  # before there is a folder: a run that no client joins leaves none
+        display.say(f"waiting up to {deployment.wait:.0f} s for {len(federation)} clients")
+        engine.wait_for(len(federation))
+        missing = (federation.num_examples == 0).nonzero().flatten().tolist()
+        display.say(f"{len(federation) - len(missing)} clients have joined; missing: {missing or 'none'}")
+    folder = RunFolder(path, resume=deployment.resume)
     write_text(path / RUN_NAME, name)
     with Run(built, folder, engine=engine, display=display) as run:
         for round in run:
@@ -74,6 +69,7 @@ def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
                 engine.admit()  # clients that have come late
         run.finish()
     if not is_finished:
-        about = {"run": name, "wire": engine.wire(), "examples": federation.num_examples.tolist()}
-        folder.write_json(RUN_FILE, about)
+        wire = dict(zip(WIRE, engine.state()["wire"].tolist(), strict=True))
+        about = {"run": name, "wire": wire, "examples": federation.num_examples.tolist()}
+        folder.write_json("deployment.json", about)
     display.say(f"finished: results in {path}; each site has its own personal model")
