@@ -12,13 +12,11 @@ import pytest
 from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.report.figures import draw_comparison
-from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import read_result
-from pfedla.report.tables import Row, comparison_json, comparison_lines, comparison_markdown
+from pfedla.report.tables import Row, compare, comparison_json, comparison_lines, comparison_markdown, rank
 from pfedla.reproduction import campaign, paper_tables
-from pfedla.reproduction import paper_weights as weights_of
 from pfedla.reproduction.grid import Cell, Grid, Wanted, collect_rows, list_cells, list_names, load_grid, load_paper
-from pfedla.reproduction.paper_figures import write_figures
+from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights, write_figures
 from pfedla.reproduction.paper_tables import account
 from pfedla.runs.progress import Display
 
@@ -146,12 +144,15 @@ def test_paired_differences() -> None:
 
 
 def test_the_first_is_supported_against_every_other_row_or_not_at_all() -> None:
-    low, high = {0: 50.0, 1: 60.0, 2: 70.0}, {0: 52.0, 1: 62.1, 2: 71.9}
-    assert find_supported_first({"a": low, "b": high}) == "b"
-    assert find_supported_first({"a": low, "b": high, "c": {0: 40.0}}) is None  # one seed supports nothing
-    assert find_first({"a": low, "b": high, "c": {0: 99.0}}) == "b"  # of those with the most seeds
-    assert find_supported_first({"a": low}) is None
-    assert find_first({}) is None
+    def row(name: str, *means: float) -> Row:
+        return Row(name, [{"seed": seed, "accuracy": {"mean": mean}} for seed, mean in enumerate(means)])
+
+    low, high = row("low", 0.5, 0.6, 0.7), row("high", 0.52, 0.621, 0.719)
+    assert rank([low, high])[:2] == ("high", "high")
+    assert rank([low, high, row("one", 0.4)])[:2] == ("high", None)  # one seed supports nothing
+    assert rank([low, high, row("one", 0.99)]).first == "high"  # of those with the most seeds
+    assert rank([low])[:2] == ("low", None)
+    assert rank([]) == (None, None, {})
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ def test_a_method_that_gave_up_on_a_seed_has_no_mean(
     assert "nothing usable" in text
     assert "no BatchNorm" in text
     content = comparison_json(rows)
-    assert (len(content["flaky"]["results"]), content["flaky"]["gave_up"]) == (2, {"2": "nothing usable"})
+    assert (len(content["flaky"]["results"]), content["flaky"]["gave_up"]) == (2, {2: "nothing usable"})
     assert len(content["slow"]) == 3
     assert content["fedbn"] == {"not_applicable": "no BatchNorm"}
     drawn: list[Any] = []
@@ -245,23 +246,23 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
     assert collect_rows(summary)["A"]["x"].accuracies == {}
 
 
-def alpha_cell(values: Any) -> dict[str, Any]:
-    return {"alpha": {"values": values, "layers": ["conv", "fc"], "rounds": list(range(len(values)))}}
+def weights_of(values: Any) -> Weights:
+    return Weights("panel", [{"alpha": {"values": values, "layers": ["conv", "fc"]}}])
 
 
 def test_weights_by_distance_and_by_period() -> None:
     weights = np.array([[9, 1, 2, 5], [1, 9, 1, 2], [2, 1, 9, 1], [7, 2, 1, 9.0]])
-    assert weights_of.average_by_distance(weights) == [9, 1, 2, 6]
+    assert average_by_distance(weights) == [9, 1, 2, 6]
     alpha = np.zeros((2, 4, 2, 4))
     alpha[1, :, 1] = weights
-    assert np.array_equal(weights_of.average_map([alpha_cell(alpha)], "fc"), weights)
+    assert np.array_equal(weights_of(alpha).map("fc"), weights)
     alpha = np.zeros((7, 5, 2, 5))
     for snapshot in range(7):
         alpha[snapshot, 0, 0] = np.array([5, 3, 2, 1, 0]) * snapshot
-    whose = weights_of.average_by_period([alpha_cell(alpha)])
+    whose = weights_of(alpha).by_period()
     assert whose["self"][:, 0].tolist() == [7.5, 17.5, 27.5]
     assert whose["others"][:, 0].tolist() == [0.75, 1.75, 2.75]
-    assert weights_of.average_self_weights([alpha_cell(alpha)]).tolist() == [30, 0]
+    assert weights_of(alpha).own.tolist() == [30, 0]
 
 
 @pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
@@ -313,7 +314,7 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
     assert (paper_tables.average_saved_mib(Row("retained", [retained])) or 0) > 0
-    assert weights_of.group_alpha(summary).keys() == {"digits, pFedLA", "digits, retained"}
+    assert [one.title for one in collect_weights(summary)] == ["digits, pFedLA", "digits, retained"]
     paths = [*paper_tables.write_tables(summary, {}, out), *write_figures(summary, {}, out)]
     assert all(path.stat().st_size for path in paths)
     # Another table beside it takes the numbers that stand there.
