@@ -65,12 +65,12 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
             raise PfedlaError(f"{run} is not a run folder that can be shown: {error!r:.200}") from None
     for one, name in zip(shown, _name_runs(shown), strict=True):
         one["name"] = name
-    flat = [
-        {key: json.dumps(value, default=str, ensure_ascii=False) for key, value in reading.flatten(one).items()}
-        for one in experiments
-    ]
-    rows = [[key, *(one.get(key, "") for one in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
-    return {"runs": shown, "differs": [row for row in rows if len(set(row[1:])) > 1]}
+    flat = [reading.flatten(one) for one in experiments]
+    rows = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        words = [json.dumps(one[key], default=str, ensure_ascii=False) if key in one else "" for one in flat]
+        rows += [[key, *words]] if len(set(words)) > 1 else []
+    return {"runs": shown, "differs": rows}
 
 
 def _name_runs(runs: Sequence[Values]) -> list[str]:
