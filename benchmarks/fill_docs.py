@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pfedla.report.paired import compare, find_first
-from pfedla.report.tables import markdown_table
+from pfedla.report.tables import compare, markdown_table, rank
 from pfedla.reproduction.grid import collect_rows
-from pfedla.reproduction.paper_tables import accuracies_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -65,7 +63,7 @@ def readme_table() -> str:
     lines = [["", *README_COLUMNS], *([row] for row in README_ROWS)]
     differences = [[f"*pFedLA held-out − {other}*"] for other in ("Local", "FedRep")]
     for table, column in README_COLUMNS.values():
-        values = accuracies_of(collect_rows(read_results(table))[column])
+        values = {name: row.accuracies for name, row in collect_rows(read_results(table))[column].items()}
         for line in lines[1:]:
             line.append(show_seeds(values[line[0]]))
         for line, other in zip(differences, ("Local", "FedRep"), strict=True):
@@ -93,8 +91,8 @@ def standing_table() -> str:
     lines = [["", "first", *OURS]]
     for table, split in SPLITS.items():
         for column, rows in collect_rows(read_results(table)).items():
-            values = accuracies_of(rows)
-            first = find_first(values)
+            values = {name: row.accuracies for name, row in rows.items()}
+            first = rank(rows.values()).first
             if first is None:
                 continue
             line = [f"{column.removesuffix(', 10 clients')}, {split}", f"{first} {show_seeds(values[first])}"]

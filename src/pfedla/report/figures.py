@@ -6,19 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pfedla.report.reading import (
-    Alpha,
-    Array,
-    Values,
-    honest_part,
-    read_alpha,
-    read_experiment,
-    read_result,
-    read_rounds,
-)
-from pfedla.report.tables import Row, count_examples, shorten, where
+from pfedla.report import reading
+from pfedla.report.reading import Alpha, Array, Values
+from pfedla.report.tables import Row, shorten, where
 
-DPI = 150
 FORMATS = (".png", ".pdf", ".svg")
 BUBBLES = 600  # more clients x classes than this are drawn as a heat map
 
@@ -42,9 +33,7 @@ def panels(
     return figure, axes[:count]
 
 
-def finish_curves(
-    axis: Any, title: str, *, ylabel: str = "test accuracy (%)", size: int = 10, columns: int = 1
-) -> None:
+def finish_curves(axis: Any, title: str, *, ylabel: str = "test accuracy (%)", size: int = 10) -> None:
     """Label an axis of curves over rounds."""
     from matplotlib.ticker import MaxNLocator
 
@@ -52,8 +41,6 @@ def finish_curves(
     axis.set_title(title, fontsize=size)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
-    if columns:
-        axis.legend(fontsize=8, ncols=columns)
 
 
 def escape_math(text: str) -> str:
@@ -63,29 +50,35 @@ def escape_math(text: str) -> str:
 
 def save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=150)
     return path
 
 
-def _percents(lines: Sequence[Values], key: str) -> Array:
-    return 100 * np.array([honest_part(line)["accuracy"][key] for line in lines], float)
+def _read_curve(lines: Sequence[Values], key: str) -> Array:
+    return 100 * np.array([reading.honest_part(line)["accuracy"][key] for line in lines], float)
 
 
-def _marker(x: Sequence[int]) -> Values:
-    return {"marker": "o", "markersize": 3} if len(x) < 15 else {}
+def _mark(rounds: Sequence[int]) -> Values:
+    return {"marker": "o", "markersize": 3} if len(rounds) < 15 else {}
 
 
 def draw_run(run: Path) -> list[Path]:
     """Draw all figures of one run; return their paths."""
-    result, alpha = read_result(run / "result.json"), read_alpha(run)
+    result, alpha = reading.read_result(run / "result.json"), reading.read_alpha(run)
     title = escape_math(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
-    figures = {"learning_curve": _draw_learning_curve(read_rounds(run), title)}
+    figures = {"learning_curve": _draw_learning_curve(reading.read_rounds(run), title)}
     if alpha is not None:
-        figures["alpha"] = _draw_alpha(alpha, read_experiment(run)["algorithm"].get("neighbours", "all"), title)
+        neighbours = reading.read_experiment(run)["algorithm"].get("neighbours", "all")
+        figures["alpha"] = _draw_alpha(alpha, neighbours, title)
         above = f"Self-weight per layer: mean and range of the clients\n{title}"
         figures["self_weight"] = _draw_by_layer(alpha, alpha.own, 1, title=above, ylabel="self-weight")
         if attackers := result.get("attackers"):
-            figures["attackers"] = _draw_attackers(alpha, attackers, title)
+            honest = [client for client in range(alpha.values.shape[1]) if client not in attackers]
+            taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest]
+            who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
+            above = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
+            on_them = {"title": above, "ylabel": "weight on the attackers"}
+            figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), **on_them)
     return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
 
 
@@ -93,11 +86,12 @@ def _draw_learning_curve(rounds: Sequence[Values], title: str) -> Any:
     figure, (axis,) = panels(1, (6, 3.6))
     x = [line["round"] for line in rounds]
     after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
-    axis.plot(x, _percents(rounds, "mean"), label="personal models, mean of clients", color="C0", **_marker(x))
+    axis.plot(x, _read_curve(rounds, "mean"), label="personal models, mean of clients", color="C0", **_mark(x))
     label = "personal models, 10th percentile of clients"
-    axis.plot(x, _percents(rounds, "p10"), color="C0", linestyle=":", label=label)
+    axis.plot(x, _read_curve(rounds, "p10"), color="C0", linestyle=":", label=label)
     axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
     finish_curves(axis, title, size=12)
+    axis.legend(fontsize=8)
     return figure
 
 
@@ -122,15 +116,6 @@ def _draw_alpha(alpha: Alpha, neighbours: int | str, title: str) -> Any:
     return figure
 
 
-def _draw_attackers(alpha: Alpha, attackers: list[int], title: str) -> Any:
-    """Draw how much of each layer the honest clients take from all attackers, over the rounds."""
-    honest = [client for client in range(alpha.values.shape[1]) if client not in attackers]
-    taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest clients]
-    who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
-    title = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
-    return _draw_by_layer(alpha, taken, len(attackers), title=title, ylabel="weight on the attackers")
-
-
 def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, ylabel: str) -> Any:
     """Draw `values` [snapshots, layers, clients], and what `senders` clients get by uniform weights."""
     figure, (axis,) = panels(1, (6, 3.6))
@@ -140,7 +125,8 @@ def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, yla
         axis.fill_between(alpha.rounds, some.min(-1), some.max(-1), alpha=0.1, color=f"C{layer}")
     axis.axhline(senders / alpha.values.shape[1], color="gray", linestyle=":", linewidth=1, label="uniform")
     axis.set(ylim=(0, None))
-    finish_curves(axis, title, ylabel=ylabel, size=9, columns=2)
+    finish_curves(axis, title, ylabel=ylabel, size=9)
+    axis.legend(fontsize=8, ncols=2)
     return figure
 
 
@@ -153,14 +139,14 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     figure, (axis,) = panels(1, (6.5, 4))
     for position, row in enumerate(shown):
         colour, count = f"C{position}", len(row.folders)
-        lines = [read_rounds(folder) for folder in row.folders]
-        curves, x = np.array([_percents(one, "mean") for one in lines]), [line["round"] for line in lines[0]]
+        lines = [reading.read_rounds(folder) for folder in row.folders]
+        curves, x = np.array([_read_curve(one, "mean") for one in lines]), [line["round"] for line in lines[0]]
         if row.gave_up:
             labels = [f"{row.algorithm} ({row.outcome})", *[None] * (count - 1)]
             axis.plot(x, curves.T, label=labels, color=colour, linestyle="--", linewidth=0.8)
             continue
         mean = curves.mean(0)
-        axis.plot(x, mean, label=f"{row.algorithm} ({count} seed{'s' * (count > 1)})", color=colour, **_marker(x))
+        axis.plot(x, mean, label=f"{row.algorithm} ({count} seed{'s' * (count > 1)})", color=colour, **_mark(x))
         if count > 1:
             spread = curves.std(0, ddof=1)
             axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, color=colour)
@@ -168,27 +154,27 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     clients = "honest" if "honest" in result else "all"
     band = ", band: ± standard deviation over seeds" if any(len(row.folders) > 1 for row in shown) else ""
     finish_curves(axis, f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}")
+    axis.legend(fontsize=8)
     return save(figure, path)
 
 
 def draw_federation(federation: Values, name: str, path: Path) -> Path:
     """Draw clients x classes, beside every client's number of training and test examples."""
-    counts = count_examples(federation)
-    clients, classes = len(counts), counts.shape[2]
+    train, test = np.array(federation["train"]), np.array(federation["test"])
+    clients, classes = train.shape
     labels = [shorten(label) for label in federation["classes"]]
     longest = max(map(len, labels))
     below = 0.5 if longest <= 3 else 0.5 + 0.075 * longest  # inches below the axis for the names of the classes
     tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
     figure, (by_class, sizes) = panels(2, ((wide + 2.4) / 2, tall), sharey=True, width_ratios=(wide, 2.2))
-    key = _draw_classes(figure, by_class, counts.sum(1))
+    key = _draw_classes(figure, by_class, train + test)
     _label(by_class.yaxis, [shorten(client) for client in federation["clients"]], most=60)
     _label(by_class.xaxis, labels, most=110)
     by_class.tick_params(labelsize=8)
     by_class.tick_params(axis="x", rotation=0 if longest <= 3 else 90, labelsize=8 if classes <= 60 else 6)
     by_class.set(xlabel=f"class ({key})", ylabel="client", ylim=(clients - 0.4, -0.6))
-    train, test = counts.sum(2).T
-    sizes.barh(np.arange(clients), train, color="C0", label="training")
-    sizes.barh(np.arange(clients), test, left=train, color="C1", label="test")
+    sizes.barh(np.arange(clients), train.sum(1), color="C0", label="training")
+    sizes.barh(np.arange(clients), test.sum(1), left=train.sum(1), color="C1", label="test")
     sizes.set(xlabel="examples")
     sizes.tick_params(labelsize=8)
     sizes.spines[["top", "right"]].set_visible(False)
@@ -208,8 +194,7 @@ def _draw_classes(figure: Any, axis: Any, totals: Array) -> str:
         return "white: none"
     client, label = np.nonzero(totals)
     areas = 260 * totals[client, label] / totals.max()  # the largest bubble fills its cell
-    colours = {"c": label % 10, "cmap": "tab10", "vmin": 0, "vmax": 9}
-    axis.scatter(label, client, s=areas, alpha=0.85, linewidths=0, **colours)
+    axis.scatter(label, client, s=areas, c=label % 10, cmap="tab10", vmin=0, vmax=9, alpha=0.85, linewidths=0)
     axis.set_xlim(-0.6, classes - 0.4)
     axis.set_axisbelow(True)
     axis.grid(alpha=0.25)

@@ -65,12 +65,12 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
             raise PfedlaError(f"{run} is not a run folder that can be shown: {error!r:.200}") from None
     for one, name in zip(shown, _name_runs(shown), strict=True):
         one["name"] = name
-    flat = [
-        {key: json.dumps(value, default=str, ensure_ascii=False) for key, value in reading.flatten(one).items()}
-        for one in experiments
-    ]
-    rows = [[key, *(one.get(key, "") for one in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
-    return {"runs": shown, "differs": [row for row in rows if len(set(row[1:])) > 1]}
+    flat = [reading.flatten(one) for one in experiments]
+    rows = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        words = [json.dumps(one[key], default=str, ensure_ascii=False) if key in one else "" for one in flat]
+        rows += [[key, *words]] if len(set(words)) > 1 else []
+    return {"runs": shown, "differs": rows}
 
 
 def _name_runs(runs: Sequence[Values]) -> list[str]:
@@ -83,16 +83,12 @@ def _name_runs(runs: Sequence[Values]) -> list[str]:
 
 
 def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
-    federation, lines = reading.read_federation(run), reading.read_rounds(run)
+    federation, lines = read_object(run / "federation.json"), reading.read_rounds(run)
     result = reading.read_result(run / "result.json") if (run / "result.json").exists() else None
     last: Values = result or (lines[-1] if lines else {})
     setting = {"subset": "", "leaked_test_share": 0, "overlapping": False} | experiment["data"] | federation
-    counts = np.array(federation["train"])
-    known = counts if counts.ndim == 2 else None  # [clients, classes]
-    environment = run / "environment.json"
-    phases: Counter[str] = Counter()
-    for line in lines:
-        phases.update(line["seconds"])
+    counts = np.array(federation["train"])  # [clients, classes]; a server may not know them
+    known = counts if counts.ndim == 2 else None
     found = {
         "folder": run.resolve().name,
         "path": os.fspath(run),
@@ -105,42 +101,44 @@ def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
         "fingerprint": federation.get("fingerprint") or f"unknown: {run}",
         "names": federation["clients"],
         "federation": None,  # unknown, or too large to draw
-        "alpha": _collect_alpha(run, federation, known, PAGE_WEIGHTS // num_runs),
+        "alpha": _collect_alpha(run, federation["clients"], known, PAGE_WEIGHTS // num_runs),
         "failures": last.get("failures", {}),
         "experiment": (run / "experiment.toml").read_text(encoding="utf-8"),
-        "environment": read_object(environment) if environment.exists() else {},
+        "environment": read_object(run / "environment.json") if (run / "environment.json").exists() else {},
+        "finished": result is not None,
     }
     if known is not None and known.size <= PAGE_CELLS // num_runs:
         same = {key: federation[key] for key in ("clients", "classes", "train")}
         found["federation"] = {**same, "order": order_by_labels(known)}
     if result:
-        return {**found, **_collect_result(result, federation, known)}
-    final, attacked = _summarise_round(last) if last else None, [ATTACKED] * ("honest" in last)
-    unknown = {"finished": False, "clients": [], "unseen": None, "refused": None, "phases": dict(phases)}
-    return {**found, **unknown, "played": last.get("round", 0), "final": final, "warnings": attacked}
+        return found | _collect_result(result, federation["clients"], known)
+    phases: Counter[str] = Counter()
+    for line in lines:
+        phases.update(line["seconds"])
+    found |= {"played": last.get("round", 0), "warnings": [ATTACKED] * ("honest" in last)}
+    found |= {"final": _summarise_round(last) if last else None, "clients": [], "unseen": None, "refused": None}
+    return found | {"phases": dict(phases)}
 
 
-def _collect_result(result: Values, federation: Values, counts: Array | None) -> Values:
+def _collect_result(result: Values, names: list[str], counts: Array | None) -> Values:
     """Return what only a finished run has."""
-    after, unseen = honest_part(result)["accuracy_after_training"]["mean"], result.get("unseen")
-    keys = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
+    after, total = honest_part(result)["accuracy_after_training"]["mean"], result["seconds"]["total"]
+    clients = []
+    for client, name in enumerate(names):
+        accuracies = {"accuracy": "accuracy", "after": "accuracy_after_training"}
+        found = {to: result[key]["per_client"][client] for to, key in accuracies.items()}
+        found["examples"] = None if counts is None else int(counts[client].sum())
+        clients.append({"name": name, **found, "attacks": client in result.get("attackers", [])})
+    unseen = result.get("unseen")
+    if unseen:
+        means = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
+        unseen = {"clients": len(unseen["clients"])} | {to: unseen[key]["mean"] for to, key in means.items()}
     return {
-        "finished": True,
         "played": result["rounds"],
         "warnings": warnings([result]),
-        "final": _summarise(result, result["traffic"], after=after, seconds=result["seconds"]["total"]),
-        "clients": [
-            {
-                "name": name,
-                "accuracy": result["accuracy"]["per_client"][client],
-                "after": result["accuracy_after_training"]["per_client"][client],
-                "examples": None if counts is None else int(counts[client].sum()),
-                "attacks": client in result.get("attackers", []),
-            }
-            for client, name in enumerate(federation["clients"])
-        ],
-        "unseen": unseen
-        and {"clients": len(unseen["clients"])} | {to: unseen[key]["mean"] for to, key in keys.items()},
+        "final": _summarise(result, result["traffic"], after=after, seconds=total),
+        "clients": clients,
+        "unseen": unseen,
         "refused": result["refused_uploads"],
         "phases": result["seconds"]["phases"],
     }
@@ -165,7 +163,7 @@ def _summarise_round(line: Values) -> Values:
     return _summarise(line, line, after=after, **same)
 
 
-def _collect_alpha(run: Path, federation: Values, counts: Array | None, weights: int) -> Values | None:
+def _collect_alpha(run: Path, names: list[str], counts: Array | None, weights: int) -> Values | None:
     """Return the snapshots that fit on the page, two bytes a weight, and the self-weights of all."""
     if (alpha := reading.read_alpha(run)) is None:
         return None
@@ -182,7 +180,7 @@ def _collect_alpha(run: Path, federation: Values, counts: Array | None, weights:
         "snapshots": len(alpha.rounds),
         "self": {"rounds": alpha.rounds, **{name: one.round(4).T.tolist() for name, one in over_clients.items()}},
         "rounds": [alpha.rounds[position] for position in kept],
-        "names": federation["clients"],
+        "names": names,
         "values": base64.b64encode(levels.tobytes()).decode("ascii"),
         "orders": orders,
     }
@@ -199,11 +197,8 @@ def order_by_labels(counts: Array) -> list[int]:
 def order_by_weights(alpha: Array) -> list[int]:
     """Order clients so that those which borrow from each other are neighbours; alpha [clients, layers, clients]."""
     taken = alpha.mean(1, dtype=np.float64)
-    tie = (taken + taken.T) / 2
-    np.fill_diagonal(tie, 0)
-    distance = tie.max() - tie
-    np.fill_diagonal(distance, 0)
-    return _order_leaves(squareform(distance, checks=False), len(alpha))
+    ties = squareform((taken + taken.T) / 2, checks=False)  # of every pair
+    return _order_leaves(ties.max(initial=0) - ties, len(alpha))
 
 
 def _order_leaves(distances: Array, clients: int) -> list[int]:

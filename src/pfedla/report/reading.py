@@ -16,7 +16,6 @@ from pfedla.core.files import read_object
 
 Array = npt.NDArray[Any]
 Values = dict[str, Any]
-FORMAT = 2  # of result.json; a file of format 1 does not name it
 MIB = 2**20
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -35,10 +34,10 @@ _SPREAD, _TRAFFIC = dict.fromkeys(SPREAD, Share | None), {"down_bytes": Count, "
 _Spread, _PerClient = _shape(**_SPREAD), _shape(**_SPREAD, per_client=list[Share | None])
 _ACCURACIES = dict.fromkeys(("accuracy", "accuracy_after_training"), _Spread)
 _Result = _shape(
-    format=(Annotated[int, Field(ge=1, le=FORMAT)], 1),
+    format=(Annotated[int, Field(ge=1, le=2)], 1),  # a file of format 1 does not name it
     **dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str),
     **dict.fromkeys(("clients", "seed", "refused_uploads"), Count),
-    **dict.fromkeys(("accuracy", "accuracy_after_training"), _PerClient),
+    **dict.fromkeys(_ACCURACIES, _PerClient),
     overlapping=bool,
     leaked_test_share=Share,
     rounds=Annotated[int, Field(ge=1)],
@@ -132,12 +131,6 @@ def read_experiment(run: Path) -> Values:
     if experiment.get("algorithm", {}).get("rule") == "held-out":  # in format 1 this rule was an option of pfedla
         experiment["algorithm"]["name"] = "pfedla-heldout"
     return experiment
-
-
-def read_federation(run: Path) -> Values:
-    if not (run / "federation.json").exists():
-        raise PfedlaError(f"{run} has no federation.json yet: the run has just started; try again in a moment")
-    return read_object(run / "federation.json")
 
 
 def honest_part(result: Values) -> Values:

@@ -1,21 +1,24 @@
-"""Results as tables, for the terminal and as Markdown.
+"""Results as tables, for the terminal and as Markdown. A seed draws the federation: methods are compared seed by seed.
 
 A table is a list of lines of text, the first its header. A cell between two ** is bold.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+from scipy.special import stdtrit
 
-from pfedla.report.paired import compare, find_first, find_supported_first
-from pfedla.report.reading import MIB, SPREAD, Array, Values, honest_part
+from pfedla.report.reading import MIB, SPREAD, Values, honest_part
 
 NOTE = (
     "Table: mean ± standard deviation over seeds. Differences: paired, in points, mean ± standard error (seeds). "
@@ -45,7 +48,8 @@ def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None, not
     table = Table(title=title, caption="\n".join(notes) or None, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for position, heading in enumerate(lines[0]):
-        table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
+        width = 10 if heading.endswith("%") else None  # "81.3 ± 12.0" stays on a line
+        table.add_column(heading, justify="right" if position else "left", no_wrap=not position, min_width=width)
     for line in lines[1:]:
         table.add_row(*(Text(cell.strip("*"), style="bold" if cell.startswith("**") else "") for cell in line))
     return table
@@ -58,10 +62,6 @@ def mean_and_std(values: Collection[float]) -> tuple[float | None, float | None]
 def show_mean(values: Collection[float], digits: int = 1) -> str:
     """Return the mean, with the standard deviation if there are several values."""
     return " ± ".join(f"{one:.{digits}f}" for one in mean_and_std(values) if one is not None) or "–"
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 @dataclass
@@ -87,6 +87,12 @@ class Row:
         means = {result["seed"]: honest_part(result)["accuracy"]["mean"] for result in self.results}
         return {} if self.outcome else {seed: 100 * mean for seed, mean in means.items() if mean is not None}
 
+    @property
+    def mib(self) -> float | None:
+        """What was sent down and up, mean over the seeds."""
+        sent = [(one["traffic"]["down_bytes"] + one["traffic"]["up_bytes"]) / MIB for one in self.results]
+        return statistics.mean(sent) if sent else None
+
     def show(self, column: str) -> str:
         """Return the cell below one of COLUMNS."""
         values = [value for result in self.results if (value := COLUMNS[column](result)) is not None]
@@ -95,30 +101,73 @@ class Row:
         return f"{statistics.mean(values):.{1 if column == 's' else 2}f}"
 
 
+class Difference(NamedTuple):
+    """Mean difference over the seeds that both methods have."""
+
+    mean: float
+    error: float | None  # standard error of the mean; None with one seed
+    seeds: int
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether a paired t-test over at least three seeds rejects "no difference" at 5 % (two-sided)."""
+        if self.error is None or self.seeds < 3:
+            return False
+        return bool(abs(self.mean) > stdtrit(self.seeds - 1, 0.975) * self.error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f}{'' if self.error is None else f' ± {self.error:.2f}'} ({self.seeds})"
+
+
+def compare(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+    """Return ours − theirs over the seeds that both have; None if they have none in common."""
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    mean, std = mean_and_std(differences)
+    error = None if std is None else std / math.sqrt(len(differences))
+    return None if mean is None else Difference(mean, error, len(differences))
+
+
+class Ranking(NamedTuple):
+    first: str | None  # the row with the highest mean, of those with the most seeds
+    best: str | None  # the same, if a paired t-test supports its lead over every other row
+    differences: dict[str, Difference]  # to the first, of every row that has a seed in common with it
+
+
+def rank(rows: Iterable[Row]) -> Ranking:
+    values = {row.algorithm: row.accuracies for row in rows if row.accuracies}
+    most = max(map(len, values.values()), default=0)
+    means = {name: statistics.mean(found.values()) for name, found in values.items() if len(found) == most}
+    if not means:
+        return Ranking(None, None, {})
+    first = max(means, key=lambda name: means[name])
+    found = {name: compare(one, values[first]) for name, one in values.items()}
+    others = [difference for name, difference in found.items() if name != first]
+    is_best = others and all(one and one.mean < 0 and one.is_supported for one in others)
+    return Ranking(first, first if is_best else None, {name: one for name, one in found.items() if one})
+
+
 def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table of a comparison."""
-    supported = find_supported_first({row.algorithm: row.accuracies for row in rows})
+    best = rank(rows).best
     with_unseen = any("unseen" in result for row in rows for result in row.results)
     columns = [column for column in COLUMNS if with_unseen or not column.startswith("unseen")]
     lines = [["algorithm", *columns]]
     for row in rows:
         cells = [row.outcome, *"–" * (len(columns) - 1)] if row.outcome else [row.show(column) for column in columns]
-        cells[0] = f"**{cells[0]}**" if row.algorithm == supported else cells[0]
+        cells[0] = f"**{cells[0]}**" if row.algorithm == best else cells[0]
         lines.append([row.algorithm, *cells])
     return lines
 
 
 def comparison_notes(rows: Sequence[Row]) -> list[str]:
     """Return why methods have no mean and, with several seeds, the paired differences to the first."""
-    notes = []
+    notes: list[str] = []
+    first, _, differences = rank(rows)
     for row in rows:
         notes += [f"{row.algorithm}: {row.not_applicable}"] if row.not_applicable else []
         notes += [f"{row.algorithm}, seed {seed}: {why}" for seed, why in row.gave_up.items()]
-    by_seed = {row.algorithm: row.accuracies for row in rows}
-    first = find_first(by_seed)
     if first is not None and any(len(row.results) + len(row.gave_up) > 1 for row in rows):
-        pairs = {name: compare(values, by_seed[first]) for name, values in by_seed.items() if name != first}
-        notes += [f"{name} − {first}: {difference}" for name, difference in pairs.items() if difference]
+        notes += [f"{name} − {first}: {difference}" for name, difference in differences.items() if name != first]
         notes.append(NOTE)
     return notes
 
@@ -129,20 +178,18 @@ def comparison_markdown(rows: Sequence[Row]) -> str:
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
-    table = terminal_table(comparison_lines(rows), notes=comparison_notes(rows))
-    for column in table.columns[1:]:
-        column.min_width = 10 if str(column.header).endswith("%") else None
-    return table
+    return terminal_table(comparison_lines(rows), notes=comparison_notes(rows))
 
 
 def comparison_json(rows: Sequence[Row]) -> Values:
     """Return what comparison.json holds: by algorithm the results, or why there are none."""
     content: Values = {}
     for row in rows:
-        gave_up = {str(seed): why for seed, why in row.gave_up.items()}
-        content[row.algorithm] = {"results": row.results, "gave_up": gave_up} if gave_up else row.results
+        content[row.algorithm] = row.results
         if row.not_applicable:
             content[row.algorithm] = {"not_applicable": row.not_applicable}
+        elif row.gave_up:
+            content[row.algorithm] = {"results": row.results, "gave_up": row.gave_up}
     return content
 
 
@@ -157,8 +204,8 @@ def where(result: Mapping[str, Any]) -> str:
 def warnings(results: Sequence[Values]) -> list[str]:
     """Return what a reader must know beside the numbers: leaking test data, injected faults, attackers."""
     lines, first = [], results[0] if results else {}
+    shares = sorted(round(100 * result["leaked_test_share"]) for result in results)
     if any(result["overlapping"] for result in results):
-        shares = sorted(round(100 * result["leaked_test_share"]) for result in results)
         leaked = " to ".join(map(str, dict.fromkeys((shares[0], shares[-1]))))
         lines.append(f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client.")
     if faults := first.get("faults"):
@@ -171,22 +218,24 @@ def warnings(results: Sequence[Values]) -> list[str]:
 
 def failures_lines(result: Values) -> list[str]:
     """Return which clients were left out of rounds, how often and why."""
-    reasons: dict[str, dict[str, int]] = {}
-    for client, counts in result["failures"].items():
-        for reason, times in counts.items():
-            reasons.setdefault(reason, {})[client] = times
+    found = [(reason, -n, int(client)) for client, counts in result["failures"].items() for reason, n in counts.items()]
     lines = []
-    for reason, times in sorted(reasons.items()):
-        often = sorted(times, key=lambda client: (-times[client], int(client)))
-        who = ", ".join(f"{client} ({times[client]}x)" for client in often[:5]) + (", …" if len(often) > 5 else "")
+    for reason, group in groupby(sorted(found), key=itemgetter(0)):
+        often = [(client, -n) for _, n, client in group]
+        who = ", ".join(f"{client} ({n}x)" for client, n in often[:5]) + (", …" if len(often) > 5 else "")
         diverged = reason == "not finite" and "attack" not in result["faults"]
         hint = "; try a smaller --lr or uploads.norm_bound" if diverged else ""
-        lines.append(f"left out {sum(times.values())} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
+        times = sum(n for _, n in often)
+        lines.append(f"left out {times} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
     return lines
 
 
 def traffic_line(traffic: Mapping[str, int]) -> str:
     return f"traffic {traffic['down_bytes'] / MIB:.2f} MiB down, {traffic['up_bytes'] / MIB:.2f} MiB up"
+
+
+def _percent(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def result_table(result: Values) -> Table:
@@ -205,15 +254,15 @@ def result_table(result: Values) -> Table:
 
 def joined_table(result: Values) -> Table:
     """Return the accuracies of a client that joined a finished run."""
-    found, alone = result["accuracy"], f"had it trained alone for {result['rounds_alone']} rounds"
-    lines = [
-        ["test accuracy of the unseen client", ""],
-        ["personal model, as it joins", _percent(found["before"])],
-        [f"personal model, after {result['rounds']} rounds", _percent(found["after"])],
-        ["after its last local training", _percent(found["after_training"])],
-        [alone, _percent(found["alone"])],
-    ]
-    return terminal_table(lines, f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients")
+    labels = {
+        "before": "personal model, as it joins",
+        "after": f"personal model, after {result['rounds']} rounds",
+        "after_training": "after its last local training",
+        "alone": f"had it trained alone for {result['rounds_alone']} rounds",
+    }
+    lines = [[label, _percent(result["accuracy"][key])] for key, label in labels.items()]
+    title = f"{result['name']} joins a run of {result['algorithm']}, {result['clients']} clients"
+    return terminal_table([["test accuracy of the unseen client", ""], *lines], title)
 
 
 def borrowed_lines(result: Values) -> list[str]:
@@ -226,11 +275,6 @@ def borrowed_lines(result: Values) -> list[str]:
     return lines
 
 
-def count_examples(federation: Values) -> Array:
-    """Return the number of examples [clients, 2 (train, test), classes]."""
-    return np.stack([np.array(federation["train"]), np.array(federation["test"])], axis=1)
-
-
 def shorten(name: str) -> str:
     """Cut a long name in the middle: long names often differ at their ends."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}…{name[-8:]}"
@@ -238,15 +282,15 @@ def shorten(name: str) -> str:
 
 def federation_table(federation: Values, name: str) -> Table:
     """Return a table with a line per client: its sizes, and its classes by frequency."""
-    counts = count_examples(federation)
     lines = [["client", "train", "test", "classes", "examples of each class (training and test)"]]
-    for client, (train, test) in list(zip(federation["clients"], counts, strict=True))[:TABLE_ROWS]:
-        both = train + test
-        order = [label for label in np.argsort(-both, kind="stable") if both[label]]
+    clients = list(zip(federation["clients"], federation["train"], federation["test"], strict=True))
+    for client, train, test in clients[:TABLE_ROWS]:
+        both = np.add(train, test)
+        order = np.argsort(-both, kind="stable")[: np.count_nonzero(both)]
         parts = [f"{shorten(federation['classes'][label])}: {both[label]}" for label in order[:NAMED]]
         parts += [f"{len(order) - NAMED} more: {both[order[NAMED:]].sum()}"] if len(order) > NAMED else []
-        lines.append([shorten(client), str(train.sum()), str(test.sum()), str(len(order)), ", ".join(parts)])
-    more = len(counts) - TABLE_ROWS
+        lines.append([shorten(client), str(sum(train)), str(sum(test)), str(len(order)), ", ".join(parts)])
+    more = len(clients) - TABLE_ROWS
     table = terminal_table(lines, name, [f"and {more} more clients, all of them in the figure"] if more > 0 else [])
     table.columns[-1].justify = "left"
     return table

@@ -8,19 +8,20 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pfedla
 from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Stopped
 from pfedla.core.files import read_object, write_text
 from pfedla.data import datasets
-from pfedla.report.reading import Values, read_alpha, read_federation, read_result, read_rounds
+from pfedla.report.reading import Values, read_alpha, read_result, read_rounds
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, resolve
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
-from pfedla.runs.folder import EXPERIMENT, RESULT, RunFolder, describe_environment
+from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, RunFolder, describe_environment
 from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
@@ -28,7 +29,6 @@ COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
 FORMAT = 2  # of results.json; 1 had no "format"
 SNAPSHOTS = 21  # of alpha in a summary, at most
 MACHINE = ("torch", "cpu", "cpu_model")  # a repetition on the same has the same bits
-FORMS_WITH_ALPHA = ("toy", "evolution", "heatmap", "layer-weights")
 
 
 class Stored(NamedTuple):
@@ -63,9 +63,8 @@ def _restore(cell: Values) -> Stored:
 
 def find_stored(folder: Path, grid: Grid) -> list[Stored]:
     """Return the cells of the summary in `folder`, then those of the summaries beside it: tables share runs."""
-    needs_alpha = grid.form in FORMS_WITH_ALPHA
     others = [one for name in list_names() if name != folder.name for one in read_cells(folder.parent / name / SUMMARY)]
-    enough = [one for one in others if "reason" in one.content or "alpha" in one.content or not needs_alpha]
+    enough = [one for one in others if not grid.shows_alpha or "reason" in one.content or "alpha" in one.content]
     return [*read_cells(folder / SUMMARY), *enough]
 
 
@@ -74,8 +73,7 @@ def match(cell: Cell, stored: Iterable[Stored]) -> Stored | None:
 
 
 def is_done(runs: Path, cell: Cell) -> bool:
-    folder = runs / cell.folder
-    return ((folder / RESULT).exists() and (folder / COMMIT).exists()) or (folder / REASON).exists()
+    return (runs / cell.folder / COMMIT).exists() or (runs / cell.folder / REASON).exists()
 
 
 def run_missing(
@@ -92,30 +90,24 @@ def run_missing(
             datasets.load(name)  # raises before hours are spent on the others
     display.skip(sum(cell.experiment.rounds for cell in cells) - sum(cell.experiment.rounds for cell in missing))
     runs.mkdir(parents=True, exist_ok=True)
-    loaded: dict[str, Any] = {}
+    load = lru_cache(maxsize=1)(datasets.load)  # one at a time: CIFAR is large
     for cell in missing:
-        name = cell.experiment.data.dataset
         if stopping():
             raise Stopped
         if is_done(runs, cell):  # by another process, or as another cell of the same experiment
             display.skip(cell.experiment.rounds)
             continue
-        if name not in loaded:
-            loaded = {name: datasets.load(name)}  # one at a time: CIFAR is large
-        _run_cell(runs / cell.folder, cell, loaded[name], display, stopping)
-
-
-def _run_cell(path: Path, cell: Cell, dataset: Any, display: Display, stopping: Callable[[], bool]) -> None:
-    display.begin(f"{cell.row}, {cell.column}", cell.experiment.seed)
-    try:
-        built = build(cell.experiment, dataset)
-        Run(built, RunFolder(path, resume=True), display=display, stopping=stopping).complete()
-        write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
-    except (NotApplicableError, GaveUpError) as error:
-        display.say(f"{cell.row}, {cell.column}: {error}")
-        path.mkdir(exist_ok=True)
-        reason = {"reason": str(error), "gave_up": isinstance(error, GaveUpError)}
-        write_text(path / REASON, json.dumps(reason) + "\n")
+        path, what = runs / cell.folder, f"{cell.row}, {cell.column}"
+        display.begin(what, cell.experiment.seed)
+        try:
+            built = build(cell.experiment, load(cell.experiment.data.dataset))
+            Run(built, RunFolder(path, resume=True), display=display, stopping=stopping).complete()
+            write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
+        except (NotApplicableError, GaveUpError) as error:
+            display.say(f"{what}: {error}")
+            path.mkdir(exist_ok=True)
+            reason = {"reason": str(error), "gave_up": isinstance(error, GaveUpError)}
+            write_text(path / REASON, json.dumps(reason) + "\n")
 
 
 def describe_version() -> dict[str, str]:
@@ -137,13 +129,13 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
     seeds = {*(wanted.seeds or grid.seeds), *(one.content["seed"] for one in before)}
     asked = list_cells(grid, Wanted(seeds=sorted(seeds), rounds=wanted.rounds, paper_budget=wanted.paper_budget))
     now = {cell.folder for cell in list_cells(grid, wanted)}
-    left_out = () if grid.form in FORMS_WITH_ALPHA else ("alpha",)
     found: list[Values] = []
     for cell in asked:
         if cell.folder in now and is_done(runs, cell):
             found.append(summarise_cell(runs / cell.folder, cell, grid))
         elif one := match(cell, stored if cell.folder in now else before):
-            found.append({key: value for key, value in one.content.items() if key not in left_out} | cell.place)
+            found.append({key: value for key, value in one.content.items() if grid.shows_alpha or key != "alpha"})
+            found[-1] |= cell.place
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
     summary: Values = {"format": FORMAT, "name": name, "title": grid.title, "form": grid.form}
@@ -174,10 +166,9 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
     retained: Counter[str] = Counter()
     for line in lines:
         retained.update(line["retained"])
-    same = {key: result[key] for key in ("accuracy", "traffic", "leaked_test_share", "refused_uploads")}
     summary = {
         **cell.place,
-        **same,
+        **{key: result[key] for key in ("accuracy", "traffic", "leaked_test_share", "refused_uploads")},
         "accuracy_after_training": result["accuracy_after_training"]["mean"],
         "subset": Path(result["subset"]).name,
         "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
@@ -187,7 +178,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         "experiment": experiment.model_dump(exclude={"rounds", "checkpoint", "faults", "uploads"}),
         "rounds": experiment.rounds,
     }
-    return {**summary, "alpha": _thin_alpha(run)} if grid.form in FORMS_WITH_ALPHA else summary
+    return {**summary, "alpha": _thin_alpha(run)} if grid.shows_alpha else summary
 
 
 def _thin_alpha(run: Path) -> Values | None:
@@ -197,7 +188,8 @@ def _thin_alpha(run: Path) -> Values | None:
     last = len(alpha.rounds) - 1
     kept = sorted({*range(0, last + 1, max(1, -(-last // (SNAPSHOTS - 1)))), last})
     values, rounds = alpha.values[kept].astype(float).round(4).tolist(), [alpha.rounds[one] for one in kept]
-    return {"layers": alpha.layers, "rounds": rounds, "values": values, "classes": read_federation(run)["train"]}
+    classes = read_object(run / FEDERATION)["train"]
+    return {"layers": alpha.layers, "rounds": rounds, "values": values, "classes": classes}
 
 
 def ran_here(cell: Values) -> bool:

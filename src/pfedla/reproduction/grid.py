@@ -6,7 +6,7 @@ Rows (a method and its options) times columns (a data set, a number of clients) 
 import hashlib
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ from pfedla.report.reading import Values, flatten
 from pfedla.report.tables import Row
 from pfedla.runs.experiment import Experiment, overlay
 
-Form = Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
 Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
@@ -45,12 +44,16 @@ class Column(Section):
 
 class Grid(Section):
     title: str
-    form: Form
+    form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
     seeds: list[int] = Field([0], min_length=1)
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
     rounds_of_accounting: int = 75  # of the table whose MiB are computed, not run
+
+    @property
+    def shows_alpha(self) -> bool:
+        return self.form in ("toy", "evolution", "heatmap", "layer-weights")
 
 
 @dataclass(frozen=True)
@@ -63,20 +66,24 @@ class Cell:
     def label(self) -> str:
         """What can be read in the name of the run's folder."""
         one = self.experiment
-        data = f"{safe_name(one.data.dataset)}-{one.data.split_name}"
-        return f"{one.algorithm.name}-{data}-r{one.rounds}-s{one.seed}"
+        return f"{one.algorithm.name}-{safe_name(one.data.dataset)}-{one.data.split_name}-r{one.rounds}-s{one.seed}"
 
     @property
     def folder(self) -> str:
         """The name of the run's folder: the same for the same experiment, whichever table asks for it."""
         identity = {**self.experiment.identity(), "rounds": self.experiment.rounds}
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.label}-{digest}"
+        return f"{self.label}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
 
     @property
     def place(self) -> Values:
         """Where the cell stands in results.json."""
         return {"row": self.row, "column": self.column, "seed": self.experiment.seed, "run": self.folder}
+
+    @property
+    def words(self) -> dict[str, set[Any]]:
+        """By what a cell is chosen."""
+        data, method = self.experiment.data, self.experiment.algorithm.name
+        return {"data set": {data.dataset}, "method": {self.row, method}, "number of clients": {data.clients}}
 
     @cached_property
     def settings(self) -> Values:
@@ -133,34 +140,26 @@ class Wanted:
 def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B008 (frozen)
     """Return the wanted cells seed by seed, so that a table is complete as early as possible."""
     pairs = [(row, column) for column in grid.columns for row in grid.rows if row.name in (column.only or [row.name])]
-    seeds = wanted.seeds or grid.seeds
-    found = [
-        Cell(row.name, column.name, _compose(grid, row, column, one, wanted)) for one in seeds for row, column in pairs
-    ]
-    words: dict[str, tuple[Collection[Any], Callable[[Cell], set[Any]]]] = {
-        "data set": (wanted.datasets, lambda cell: {cell.experiment.data.dataset}),
-        "method": (wanted.methods, lambda cell: {cell.row, cell.experiment.algorithm.name}),
-        "number of clients": (wanted.clients, lambda cell: {cell.experiment.data.clients}),
-    }
-    every = found
-    for kind, (asked, words_of) in words.items():
-        there = sorted(str(word) for word in set().union(*map(words_of, every)))
+    cells = []
+    for seed in wanted.seeds or grid.seeds:
+        for row, column in pairs:
+            budget = column.paper_experiment if wanted.paper_budget else {}
+            values = overlay(grid.experiment, column.experiment)
+            for part in (budget, row.experiment, column.row_experiment.get(row.name, {}), {"seed": seed}):
+                values = overlay(values, part)
+            values |= {} if wanted.rounds is None else {"rounds": wanted.rounds}
+            cells.append(Cell(row.name, column.name, Experiment.parse(values)))
+    found = cells
+    chosen = {"data set": wanted.datasets, "method": wanted.methods, "number of clients": wanted.clients}
+    for kind, asked in chosen.items():
+        known = set().union(*(cell.words[kind] for cell in cells))
         for word in asked:
-            if str(word) not in there:
-                raise unknown(f"{kind} in this experiment", word, there)
-        found = [cell for cell in found if not asked or words_of(cell) & set(asked)]
+            if word not in known:
+                raise unknown(f"{kind} in this experiment", word, sorted(map(str, known)))
+        found = [cell for cell in found if not asked or cell.words[kind] & set(asked)]
     if not found:
         raise PfedlaError("no cell of this experiment has the data set, method and clients that were asked for")
     return found
-
-
-def _compose(grid: Grid, row: GridRow, column: Column, seed: int, wanted: Wanted) -> Experiment:
-    values: Values = {"seed": seed}
-    budget = column.paper_experiment if wanted.paper_budget else {}
-    own = column.row_experiment.get(row.name, {})
-    for part in (grid.experiment, column.experiment, budget, row.experiment, own):
-        values = overlay(values, part)
-    return Experiment.parse(values if wanted.rounds is None else {**values, "rounds": wanted.rounds})
 
 
 def collect_rows(summary: Summary) -> dict[str, dict[str, Row]]:

@@ -1,17 +1,91 @@
-"""The paper's figures from results.json, as PDF and PNG."""
+"""The paper's figures from results.json, as PDF and PNG, and the weights that they show as numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pfedla.report.figures import finish_curves, panels, save
-from pfedla.report.reading import Array
+from pfedla.report.reading import Array, Values
 from pfedla.report.tables import Row, mean_and_std
-from pfedla.reproduction import paper_weights as weights
 from pfedla.reproduction.grid import Paper, Summary, collect_rows
-from pfedla.reproduction.paper_tables import average_mib
+
+TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a panel shows: the cells of a row with weights, one per seed."""
+
+    title: str
+    cells: list[Values]
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self.cells[0]["alpha"]["layers"])
+
+    @property
+    def alpha(self) -> Array:
+        """The mean over seeds, [snapshots, receivers, layers, senders]."""
+        return np.asarray(np.mean([cell["alpha"]["values"] for cell in self.cells], axis=0))
+
+    @property
+    def own(self) -> Array:
+        """The target client's self-weights [layers] after the last round."""
+        return self.alpha[-1, TARGET, :, TARGET]
+
+    def map(self, layer: str) -> Array:
+        """Return the weights [receivers, senders] of a layer after the last round."""
+        return self.alpha[-1, :, self.layers.index(layer)]
+
+    def by_period(self) -> dict[str, Array]:
+        """Return the target client's weights [periods, layers] by sender; `others` is the mean of one of them."""
+        # The start is uniform by construction; a period is a third of the snapshots after it.
+        found = np.stack([part.mean(0)[TARGET] for part in np.array_split(self.alpha[1:], 3)])
+        by_sender = {"self": found[..., TARGET], "same labels": found[..., TWIN], "similar": found[..., SIMILAR]}
+        return {**by_sender, "others": found[..., SIMILAR + 1 :].mean(-1)}
+
+
+def collect_weights(summary: Summary) -> list[Weights]:
+    """Return a panel per column, or per column and row where several rows have weights."""
+    found = []
+    for column, rows in collect_rows(summary).items():
+        kept = {name: [cell for cell in row.results if cell.get("alpha")] for name, row in rows.items()}
+        some = {name: cells for name, cells in kept.items() if cells}
+        found += [Weights(f"{column}, {name}" if len(some) > 1 else column, cells) for name, cells in some.items()]
+    return found
+
+
+def average_by_distance(weights: Array) -> list[float]:
+    """Return the mean weight between clients at distance 0, 1, 2, … along the chain."""
+    apart = np.abs(np.subtract.outer(np.arange(len(weights)), np.arange(len(weights))))
+    return [float(weights[apart == distance].mean()) for distance in range(len(weights))]
+
+
+def tabulate_weights(summary: Summary) -> list[list[str]]:
+    """Return the numbers of a figure as a table; nothing for a table."""
+    form, header, lines = summary["form"], [""], []
+    if form == "toy":
+        cells = [cell for cell in summary["cells"] if "accuracy" in cell]
+        rows = [[one["row"], f"{100 * one['accuracy']['per_client'][TARGET]:.2f}", str(one["seed"])] for one in cells]
+        return [["client 1", "accuracy %", "seed"], *rows]
+    for panel in collect_weights(summary):
+        if form == "heatmap":
+            layer = summary["layers"][panel.cells[0]["column"]]
+            weights = average_by_distance(panel.map(layer))
+            lines.append([f"{panel.title}, {layer}", *(f"{weight:.3f}" for weight in weights)])
+            header = ["mean weight at distance", *map(str, range(max(len(header), len(weights) + 1) - 1))]
+        elif form == "evolution":
+            whose = panel.by_period()
+            lines.append([panel.title, *(f"{values[-1].mean():.3f}" for values in whose.values())])
+            header = ["last period, mean of layers", *whose]
+        elif form == "layer-weights":
+            largest = panel.layers[int(panel.own.argmax())]
+            lines.append([panel.title, largest, " ".join(f"{weight:.3f}" for weight in panel.own)])
+            header = ["self-weight of the target", "largest layer", "from the first layer to the last"]
+    return [header, *lines] if lines else []
 
 
 def draw_bars(axis: Any, labels: Sequence[str], series: Mapping[str, Array], **options: Any) -> None:
@@ -24,28 +98,27 @@ def draw_bars(axis: Any, labels: Sequence[str], series: Mapping[str, Array], **o
 
 
 def draw_heatmap(summary: Summary, paper: Paper) -> Any:
-    found = weights.group_alpha(summary)
+    found = collect_weights(summary)
     figure, axes = panels(len(found), (3.1, 3.3), margin=(0.6, 0))
-    for axis, (panel, cells) in zip(axes, found.items(), strict=True):
-        layer = summary["layers"][cells[0]["column"]]
-        shown = weights.average_map(cells, layer)
-        image = axis.imshow(shown, cmap="YlGnBu", vmin=0, interpolation="nearest")
+    for axis, panel in zip(axes, found, strict=True):
+        layer = summary["layers"][panel.cells[0]["column"]]
+        image = axis.imshow(panel.map(layer), cmap="YlGnBu", vmin=0, interpolation="nearest")
         figure.colorbar(image, ax=axis, shrink=0.8)
-        ticks = range(len(shown))
-        axis.set(title=f"{panel} ({layer})", xlabel="sender", ylabel="receiver", xticks=ticks, yticks=ticks)
+        ticks = range(len(panel.map(layer)))
+        axis.set(title=f"{panel.title} ({layer})", xlabel="sender", ylabel="receiver", xticks=ticks, yticks=ticks)
     return figure
 
 
 def draw_evolution(summary: Summary, paper: Paper) -> Any:
-    found, periods = weights.group_alpha(summary), weights.PERIODS
+    found, periods = collect_weights(summary), ("early", "middle", "last")
     figure, axes = panels(3 * len(found), (3.4, 2.3), most=3, sharex="row", sharey="row")
-    for line, (panel, cells) in enumerate(found.items()):
-        whose = weights.average_by_period(cells)
+    for line, panel in enumerate(found):
+        whose = panel.by_period()
         for position, period in enumerate(periods):
             axis = axes[3 * line + position]
-            draw_bars(axis, weights.layers_in(cells), {name: values[position] for name, values in whose.items()})
+            draw_bars(axis, panel.layers, {name: values[position] for name, values in whose.items()})
             axis.tick_params(axis="x", labelsize=8)
-            axis.set_title(f"{panel}, {period} period", fontsize=9)
+            axis.set_title(f"{panel.title}, {period} period", fontsize=9)
             axis.grid(alpha=0.3, axis="y")
         axes[3 * line].set_ylabel("weight for the target")
     axes[0].legend(fontsize=7)
@@ -53,12 +126,12 @@ def draw_evolution(summary: Summary, paper: Paper) -> Any:
 
 
 def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
-    found = weights.group_alpha(summary)
+    found = collect_weights(summary)
     figure, axes = panels(len(found), (4, 3))
-    for axis, (panel, cells) in zip(axes, found.items(), strict=True):
-        own, layers = weights.average_self_weights(cells), weights.layers_in(cells)
-        draw_bars(axis, layers, {"": own}, color=np.where(own == own.max(), "C1", "C0"))
-        title = f"{panel}: largest for {layers[int(own.argmax())]}"
+    for axis, panel in zip(axes, found, strict=True):
+        own = panel.own
+        draw_bars(axis, panel.layers, {"": own}, color=np.where(own == own.max(), "C1", "C0"))
+        title = f"{panel.title}: largest for {panel.layers[int(own.argmax())]}"
         axis.set(title=title, ylabel="self-weight of the target", ylim=(0, 1))
         axis.grid(alpha=0.3, axis="y")
     return figure
@@ -67,15 +140,14 @@ def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
 def draw_toy(summary: Summary, paper: Paper) -> Any:
     """Draw (a) the accuracy of every client, (b) the self-weights of client 1, by row."""
     figure, (left, right) = panels(2, (4.5, 3.2))
-    ((column, rows),) = collect_rows(summary).items()
-    accuracies, own = {}, {}
-    for cells in (row.results for row in rows.values() if row.results):
-        label = f"{cells[0]['row']} ({_count_seeds(len(cells))})"
-        accuracies[label] = 100 * np.mean([cell["accuracy"]["per_client"] for cell in cells], axis=0)
-        own[label] = weights.average_self_weights(cells)
-    draw_bars(left, [str(client + 1) for client in range(len(accuracies[label]))], accuracies)
-    draw_bars(right, weights.layers_in(cells), own)
-    left.set(title=f"(a) {column}, last round", xlabel="client", ylabel="test accuracy (%)")
+    found = {f"{one.cells[0]['row']} ({count_seeds(len(one.cells))})": one for one in collect_weights(summary)}
+    by_row = {label: [cell["accuracy"]["per_client"] for cell in one.cells] for label, one in found.items()}
+    accuracies = {label: 100 * np.mean(values, axis=0) for label, values in by_row.items()}
+    first = next(iter(found.values()))
+    clients = [str(client + 1) for client in range(len(first.cells[0]["accuracy"]["per_client"]))]
+    draw_bars(left, clients, accuracies)
+    draw_bars(right, first.layers, {label: one.own for label, one in found.items()})
+    left.set(title=f"(a) {first.cells[0]['column']}, last round", xlabel="client", ylabel="test accuracy (%)")
     right.set(title="(b) self-weight of client 1, last round", ylabel="weight")
     left.legend(fontsize=8)
     return figure
@@ -96,15 +168,15 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             numbers, found = list(line), [mean_and_std(row.accuracies.values()) for row in line.values()]
             style = {"color": f"C{position}", "marker": "o"}
             means, spread = np.array([mean for mean, _ in found], float), [std or 0 for _, std in found]
-            if has_means := bool(np.isfinite(means).any()):
+            has_means = np.isfinite(means).any()
+            if has_means:
                 axis.errorbar(numbers, means, spread, capsize=3, label=f"ours: {name}", **style)
             if any(theirs):
                 axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
             if right is not None and has_means:
-                sent = np.array([average_mib(row) for row in line.values()], float)
+                sent = np.array([row.mib for row in line.values()], float)
                 right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
-        if right is not None:
-            right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
+                right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
         axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel="test accuracy (%)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -117,7 +189,6 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
     A row that gave up on a seed has no mean: its other seeds are drawn one by one.
     """
     found = {name: rows for name, rows in collect_rows(summary).items() if any(row.results for row in rows.values())}
-    across = min(4, len(found))
     figure, axes = panels(len(found), (4, 3.2), most=4)
     legend: dict[str, tuple[Any, list[int]]] = {}  # by row: a line of it, and its seeds by panel
     for axis, (column, rows) in zip(axes, found.items(), strict=True):
@@ -130,19 +201,19 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
             shown = curves if entry.gave_up else curves.mean(0, keepdims=True)
             line, *_ = axis.plot(shown[0, :, 0], 100 * shown[..., 1].T, **style)
             legend.setdefault(row, (line, []))[1].append(len(curves))
-        finish_curves(axis, column, size=12, columns=0)
-    labels = [f"{row} ({_count_seeds(*counts)})" for row, (_, counts) in legend.items()]
+        finish_curves(axis, column, size=12)
+    labels = [f"{row} ({count_seeds(*counts)})" for row, (_, counts) in legend.items()]
     lines = [line for line, _ in legend.values()]
-    figure.legend(lines, labels, loc="outside lower center", fontsize=8, ncols=2 * across)
+    figure.legend(lines, labels, loc="outside lower center", fontsize=8, ncols=2 * min(4, len(found)))
     return figure
 
 
-def _count_seeds(*counts: int) -> str:
+def count_seeds(*counts: int) -> str:
     low, high = min(counts), max(counts)
     return f"{low} seed{'s' * (low > 1)}" if low == high else f"{low} to {high} seeds"
 
 
-FIGURES: Mapping[str, Callable[[Summary, Paper], Any]] = {
+FIGURES = {
     "table": draw_curves,
     "retained": draw_options,
     "neighbours": draw_options,

@@ -2,10 +2,10 @@
 
 import csv
 import io
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,11 +13,10 @@ from pfedla.core.layers import Layers
 from pfedla.core.models import build_model, model_for
 from pfedla.core.rounds import plan_traffic
 from pfedla.data.datasets import find
-from pfedla.report.paired import compare, find_first, find_supported_first
 from pfedla.report.reading import MIB
-from pfedla.report.tables import Row, markdown_table, mean_and_std, show_mean
+from pfedla.report.tables import Row, markdown_table, mean_and_std, rank, show_mean
 from pfedla.reproduction.grid import Grid, Paper, Summary, collect_rows
-from pfedla.reproduction.paper_weights import tabulate_weights
+from pfedla.reproduction.paper_figures import tabulate_weights
 
 NOTE = (
     "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round. "
@@ -30,20 +29,16 @@ PAIRED_NOTE = (
 )
 
 
-def show_row(row: Row) -> str:
+def show_row(row: Row, best: str | None) -> str:
     """Return the accuracy of a row: mean ± standard deviation (seeds), or why there is none."""
     count = len(row.accuracies)
-    return row.outcome or show_mean(row.accuracies.values(), 2) + f" ({count})" * (count > 1)
+    shown = row.outcome or show_mean(row.accuracies.values(), 2) + f" ({count})" * (count > 1)
+    return f"**{shown}**" if row.algorithm == best else shown
 
 
-def average_mib(row: Row) -> float | None:
-    """Return what was sent down and up, mean over the seeds."""
-    sent = [(one["traffic"]["down_bytes"] + one["traffic"]["up_bytes"]) / MIB for one in row.results]
-    return statistics.mean(sent) if sent else None
-
-
-def accuracies_of(rows: Mapping[str, Row]) -> dict[str, dict[int, float]]:
-    return {name: row.accuracies for name, row in rows.items()}
+def show_paper(number: Mapping[str, float]) -> str:
+    parts = [f"{number[key]:.2f}" for key in ("mean", "std") if key in number]
+    return " ± ".join(parts) or "–"
 
 
 def layers_of(dataset: str, model: str | None = None) -> Layers:
@@ -79,40 +74,32 @@ def account(grid: Grid, paper: Paper) -> list[list[str]]:
     return lines
 
 
-def _show_paper(number: Any) -> str:
-    if not number or "mean" not in number:
-        return "–"
-    return f"{number['mean']:.2f}" + (f" ± {number['std']:.2f}" if "std" in number else "")
-
-
 def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
     """Return the main table: ours, and the paper's where it has numbers of the column."""
     lines, has_mib = [[""], *([row] for row in summary["rows"])], summary["form"] == "retained"
     for column, rows in collect_rows(summary).items():
-        theirs, best = paper.get(column, {}), find_supported_first(accuracies_of(rows))
+        theirs, best = paper.get(column, {}), rank(rows.values()).best
         lines[0] += [column, *["paper"] * bool(theirs), *["MiB", "saved"] * has_mib]
         for line, (name, row) in zip(lines[1:], rows.items(), strict=True):
-            line.append(f"**{show_row(row)}**" if name == best else show_row(row))
-            line += [_show_paper(theirs.get(name))] if theirs else []
-            sent = (average_mib(row), average_saved_mib(row)) if has_mib else ()
+            line += [show_row(row, best), *[show_paper(theirs.get(name, {}))] * bool(theirs)]
+            sent = (row.mib, average_saved_mib(row)) if has_mib else ()
             line += ["–" if value is None else f"{value:.2f}" for value in sent]
     return lines
 
 
 def tabulate_differences(summary: Summary) -> list[list[str]]:
     """Return each row's paired difference to the first, of the columns in which rows have several seeds."""
-    header, lines = [""], {row: [row] for row in summary["rows"]}
+    lines = [[""], *([row] for row in summary["rows"])]
     for column, rows in collect_rows(summary).items():
-        values = accuracies_of(rows)
-        first = find_first(values)
-        if first is None or len(values[first]) < 2:
+        first, _, differences = rank(rows.values())
+        if first is None or len(rows[first].accuracies) < 2:
             continue
-        header.append(column)
-        for row, line in lines.items():
-            difference = compare(values[row], values[first])
-            shown = "first" if row == first else str(difference or "–")
+        lines[0].append(column)
+        for line in lines[1:]:
+            difference = differences.get(line[0])
+            shown = "first" if line[0] == first else str(difference or "–")
             line.append(f"**{shown}**" if difference and difference.is_supported else shown)
-    return [header, *(line for line in lines.values() if set(line[1:]) - {"–"})] if header[1:] else []
+    return [line for line in lines if set(line[1:]) - {"–"}]
 
 
 def describe_columns(summary: Summary) -> list[str]:
@@ -151,11 +138,9 @@ def to_csv(summary: Summary, paper: Paper) -> str:
     ours = ["seeds", "accuracy", "std", "mib", "difference_to_first", "standard_error", "paired_seeds"]
     writer.writerow(["column", "row", *ours, "paper_accuracy", "paper_std", "paper_mib", "reason"])
     for column, rows in collect_rows(summary).items():
-        values = accuracies_of(rows)
-        first = values.get(find_first(values) or "", {})
+        differences = rank(rows.values()).differences
         for name, row in rows.items():
-            difference = compare(values[name], first) or (None, None, None)
-            numbers = (*mean_and_std(values[name].values()), average_mib(row), *difference)
+            numbers = (*mean_and_std(row.accuracies.values()), row.mib, *differences.get(name, [None] * 3))
             shown = [round(value, 4) if isinstance(value, float) else value for value in numbers]
             theirs = [paper.get(column, {}).get(name, {}).get(key) for key in ("mean", "std", "mib")]
             reason = next(iter(row.gave_up.values()), row.not_applicable)
@@ -166,28 +151,22 @@ def to_csv(summary: Summary, paper: Paper) -> str:
 def to_latex(summary: Summary, paper: Paper) -> str:
     """Return a booktabs table: ours, and the paper's in small print."""
     entries = collect_rows(summary)
-    best = {column: find_supported_first(accuracies_of(rows)) for column, rows in entries.items()}
-    lines = [["", *map(_escape, entries)]]
-    for row in summary["rows"]:
-        lines.append([_escape(row)])
-        for column, rows in entries.items():
-            ours, theirs = _escape(show_row(rows[row])), _show_paper(paper.get(column, {}).get(row))
-            ours = rf"\textbf{{{ours}}}" if row == best[column] else ours
-            lines[-1].append(ours if theirs == "–" else rf"{ours} {{\scriptsize({_escape(theirs)})}}")
-    header, *body = [" & ".join(line) + r" \\" for line in lines]
+    lines = [["", *entries], *([row] for row in summary["rows"])]
+    for column, rows in entries.items():
+        best = rank(rows.values()).best
+        for line in lines[1:]:
+            theirs = show_paper(paper.get(column, {}).get(line[0], {}))
+            small = "" if theirs == "–" else rf" {{\scriptsize({theirs})}}"
+            line.append(show_row(rows[line[0]], best) + small)
+    text = re.sub("([%&_#])", r"\\\1", "\n".join("\t".join(line) for line in lines))
+    text = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text).replace("±", r"$\pm$").replace("–", "--")
+    header, *body = [line.replace("\t", " & ") + r" \\" for line in text.split("\n")]
     begin = r"\begin{tabular}{l" + "c" * len(entries) + "}"
     return "\n".join([begin, r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _escape(text: str) -> str:
-    for sign in "%&_#":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("±", r"$\pm$").replace("–", "--")
-
-
 def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
-    paths = []
-    for name, make in {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}.items():
-        paths.append(folder / name)
-        paths[-1].write_text(make(summary, paper), encoding="utf-8")
-    return paths
+    made = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}
+    for name, make in made.items():
+        (folder / name).write_text(make(summary, paper), encoding="utf-8")
+    return [folder / name for name in made]

@@ -1,5 +1,6 @@
 """Several algorithms on the same federation and seeds, in one table."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,31 +43,6 @@ def plan_comparison(
     Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone. Without `out` the folder
     is a new one, or with `resume` the last there is.
     """
-    common, sections = _split_sections(values, names)
-    experiments, reasons = [], dict.fromkeys(names, "")
-    dataset, partition = None, ""
-    for name in names:
-        options = default_options(name)
-        shared = {key: value for key, value in sections["algorithm"].items() if key in options}
-        for seed in seeds:
-            own = {"seed": seed, "algorithm": {"name": name, **shared, **sections[name]}}
-            experiment = Experiment.parse(overlay(common, own))
-            dataset = dataset or datasets.load(experiment.data.dataset)
-            try:
-                partition = build(experiment, dataset).experiment.data.split_name
-            except NotApplicableError as error:
-                reasons[name] = str(error)
-            else:
-                experiments.append(experiment)
-    if dataset is None or not experiments:
-        raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    default = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
-    folder = out or number_folder(default, resume=resume)
-    return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
-
-
-def _split_sections(values: Mapping[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the settings common to all, and the sections of options: [algorithm], and one per algorithm."""
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():
         if not isinstance(section, Mapping):
@@ -75,7 +51,25 @@ def _split_sections(values: Mapping[str, Any], names: list[str]) -> tuple[dict[s
         raise PfedlaError(f"none of {', '.join(names)} has an option {', '.join(sorted(unused))}")
     if stray := [name for name in ALGORITHMS if sections[name] and name not in names]:
         raise PfedlaError(f"options for {', '.join(stray)}, which is not compared: {', '.join(names)}")
-    return {key: value for key, value in values.items() if key not in sections}, sections
+    common = {key: value for key, value in values.items() if key not in sections}
+    experiments, reasons = [], dict.fromkeys(names, "")
+    dataset, partition = None, ""
+    for name, seed in itertools.product(names, seeds):
+        options = {key: value for key, value in sections["algorithm"].items() if key in default_options(name)}
+        own = {"seed": seed, "algorithm": {"name": name, **options, **sections[name]}}
+        experiment = Experiment.parse(overlay(common, own))
+        dataset = dataset or datasets.load(experiment.data.dataset)
+        try:
+            partition = build(experiment, dataset).experiment.data.split_name  # not kept: all take too much memory
+        except NotApplicableError as error:
+            reasons[name] = str(error)
+        else:
+            experiments.append(experiment)
+    if dataset is None or not experiments:
+        raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
+    default = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
+    folder = out or number_folder(default, resume=resume)
+    return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
 
 
 def compare(

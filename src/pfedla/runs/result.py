@@ -87,11 +87,9 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},
     }
     if not honest.all():
+        accuracies = {key: getattr(simulation, key)[honest] for key in ("accuracy", "accuracy_after_training")}
         result["attackers"] = (~honest).nonzero().squeeze(1).tolist()
-        result["honest"] = {
-            "accuracy": summarise(simulation.accuracy[honest]),
-            "accuracy_after_training": summarise(simulation.accuracy_after_training[honest]),
-        }
+        result["honest"] = {key: summarise(values) for key, values in accuracies.items()}
     return result
 
 
