@@ -176,7 +176,8 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
             if right is not None and has_means:
                 sent = np.array([row.mib for row in line.values()], float)
                 right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
-                right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
+        if right is not None:
+            right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
         axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel="test accuracy (%)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
