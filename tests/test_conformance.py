@@ -117,7 +117,7 @@ def test_permuting_the_clients_permutes_the_results(name: str, monkeypatch: pyte
         (x, y), count = self.train, 2 if share else 0
         return Examples(x[count:], y[count:]), Examples(x[:count], y[:count])
 
-    monkeypatch.setattr(Client, "split", hold_out_the_first)
+    monkeypatch.setattr(Client, "_hold_out", hold_out_the_first)
     options = {"fedala": {"sample_share": 1.0}, "pfedla-heldout": {"sketch": "exact"}}.get(name, {})
     federation, order = toy_federation(), [3, 0, 5, 1, 4, 2]
     permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)

@@ -219,3 +219,9 @@ def test_the_personal_model_is_fine_tuned(
     module.load_state_dict(rounds[-1].server["model"] | private)
     twin = by_hand(module, data, (range(2 if epochs == "auto" else epochs), "all"))
     assert_same(model, twin, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu", "lg-fedavg"])
+def test_a_model_of_one_layer_is_refused(name: str) -> None:
+    with pytest.raises(NotApplicableError):
+        make(name, module=nn.Linear(6, 3)).check(3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import NORMS, assert_same, make, personal_models, play, toy_federation
 
-from pfedla.core.contracts import Algorithm, Params, ServerState
+from pfedla.core.contracts import Algorithm, Params, ServerState, generator
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
 
@@ -75,3 +75,34 @@ def test_a_warm_up_without_end_is_uniform_pfedla_on_what_is_not_held_out(federat
     heldout = make("pfedla-heldout", warm_up=100, held_out=0.01)  # so little that nobody holds anything out
     pfedla, server = with_frozen_weights(make("pfedla"), federation, torch.zeros(6, 1, 6))
     assert_same(end(heldout, federation), end(pfedla, federation, server))
+
+
+@NORMS
+def test_fedavg_of_one_client_is_sgd(batch_norm: bool) -> None:
+    """The slow twin: a textbook loop with torch.optim.SGD over the same batches."""
+    alone = toy_federation((13,))
+    algorithm = make("fedavg", batch_norm=batch_norm)
+    played, _ = play(algorithm, alone)
+    module = algorithm.task.module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=algorithm.training.learning_rate)
+    x, y = alone.train[0]
+    for round in (1, 2, 3):
+        draws = generator(0, "batches", round, 0)
+        for order in [torch.randperm(13, generator=draws) for _ in range(algorithm.training.local_epochs)]:
+            for start, stop in batch_bounds(13, algorithm.training.batch_size):
+                optimizer.zero_grad()
+                rows = order[start:stop]
+                torch.nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
+                optimizer.step()
+    assert_same(played[-1].server["model"], {n: v.detach() for n, v in module.state_dict().items()}, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("form", ["network", "compact"])
+def test_the_weights_of_permuted_clients_are_permuted_too(form: str) -> None:
+    federation = toy_federation()
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    permuted = Federation([federation.train[i] for i in order], [federation.test[i] for i in order], federation.classes)
+    algorithm = make("pfedla", batch_size=1000, hypernetwork_lr=20.0, hypernetwork=form)
+    straight, shuffled = (algorithm.alpha(play(algorithm, f)[0][-1].server) for f in (federation, permuted))
+    assert straight.max() > 0.2  # they moved
+    torch.testing.assert_close(shuffled, straight[order][:, :, order], rtol=1e-4, atol=1e-5)

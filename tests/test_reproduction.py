@@ -373,3 +373,24 @@ def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypat
     path.write_text(path.read_text().replace('"cpu_model": "', '"cpu_model": "not '))
     code, _, err = pfedla("reproduce", "small", "-a", "pfedla", "--check")
     assert (code, "CPU" in err) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_names())
+def test_every_grid_runs_for_two_rounds_on_small_data(name: str, tmp_path: Path) -> None:
+    grid = load_grid(name)
+    cells = list_cells(grid, Wanted(rounds=2))
+    small = {}
+    for cell in cells:
+        values = cell.experiment.model_dump(exclude={"data": {"samples_per_client", "classes_limit"}})
+        values["data"] |= {"dataset": "digits", "overlapping": False}
+        values["data"] |= {"clients": 10} if values["data"]["clients"] == 100 else {}
+        values |= {"model": "auto", "engine": {"compile": False}}
+        values["training"] |= {"lr": 0.05, "local_epochs": 3}
+        one = Cell(cell.row, cell.column, cell.experiment.parse(values))
+        small[one.folder] = one
+    display = Counting()
+    campaign.run_missing(tmp_path / "runs", list(small.values()), display)
+    assert len(display.begun) == len(small)
+    for one in small.values():
+        assert campaign.is_done(tmp_path / "runs", one)
