@@ -37,20 +37,14 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
-    """Read strict JSON: no NaN, no Infinity, nothing that could not be written again."""
+def read_object(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file that holds one object: no NaN, no Infinity, nothing that could not be written again."""
     check_size(path, limit)
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (OSError, ValueError, RecursionError) as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
-    return content
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object."""
-    content = read_json(path)
     if not isinstance(content, dict):
         raise PfedlaError(f"{path} is damaged: it holds {shown(content)}")
     return content
@@ -98,8 +92,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tensors:
-    """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
+def read_tensors(path: Path, expected: Tensors) -> Tensors:
+    """Read finite tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
     check_size(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -115,13 +109,12 @@ def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tenso
     for name, value in tensors.items():
         if value.dtype != expected[name].dtype:
             raise PfedlaError(f"{path}: {name} is {value.dtype}, not {expected[name].dtype}")
-        if finite and value.is_floating_point() and not value.isfinite().all():
+        if value.is_floating_point() and not value.isfinite().all():
             raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
     return tensors
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
-    """Write a safetensors file, whole or not at all."""
     from safetensors.torch import save_file  # imports torch
 
     copies = {name: value.contiguous().clone() for name, value in tensors.items()}

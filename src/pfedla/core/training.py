@@ -1,12 +1,13 @@
 """Local SGD and evaluation of one client; both run under torch.func.vmap."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
+from pfedla.core.contracts import LocalData
 from pfedla.core.layers import Params
 from pfedla.core.settings import Training
 from pfedla.core.tasks import Only, Task, descend
@@ -16,14 +17,11 @@ PADDING = 4  # pixels around an image before it is cropped
 
 
 def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the slices of one epoch. A last batch of one example joins the one before (BatchNorm)."""
-    start = 0
-    while start < num_examples:
-        stop = min(start + batch_size, num_examples)
-        if num_examples - stop == 1 and batch_size > 1:
-            stop = num_examples
-        yield start, stop
-        start = stop
+    """Return the slices of one epoch. A last batch of one example joins the one before (BatchNorm)."""
+    starts = list(range(0, num_examples, batch_size))
+    if len(starts) > 1 and starts[-1] == num_examples - 1 and batch_size > 1:
+        starts.pop()
+    return pairwise([*starts, num_examples])
 
 
 def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -98,9 +96,3 @@ def crop(images: Tensor, crops: Tensor) -> Tensor:
     example = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
     return F.pad(images, (PADDING,) * 4)[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
-
-
-def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
-    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
-    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
-    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)
