@@ -87,6 +87,7 @@ def test_tensors_are_read_if_the_header_is_as_expected(tmp_path: Path) -> None:
         save_file({**good, **change}, path)
         with pytest.raises(PfedlaError, match=rf"t\.safetensors: .*{named}"):
             read_tensors(path, expected)
+    assert read_tensors(path, expected, finite=False)["w"].isnan().all()
     save_file({"w": good["w"]}, path)
     with pytest.raises(PfedlaError, match=r"'[hn]'"):
         read_tensors(path, expected)

@@ -10,9 +10,9 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Params, num_clients, put_, stack, take, weighted_mean
+from pfedla.core.layers import Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
-from pfedla.core.training import sgd
+from pfedla.core.training import keep_and_send, sgd
 
 Trained = tuple[Params, Tensor]  # a model and the mean loss of its training
 
@@ -46,7 +46,7 @@ class PartialFedAvg(Algorithm):
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         sent = all_sent(len(cohort.ids), self.task.layers)
         sent[:, self.private_layers()] = False
-        return Payload({name: value.expand(len(sent), *value.shape) for name, value in server["model"].items()}, sent)
+        return Payload(repeat(server["model"], len(sent)), sent)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
@@ -68,10 +68,8 @@ class PartialFedAvg(Algorithm):
         return sgd(self.task, start, data, self.training, towards=received if pull else None, pull=pull)
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        model, loss = self.train(self.start(client, download), download.tensors, data)
-        upload = self.upload_like(download)
-        kept, sent = ({name: model[name] for name in names} for names in (client, upload.tensors))
-        return LocalResult(kept, Payload(sent, upload.sent), model=model, loss=loss)
+        trained = self.train(self.start(client, download), download.tensors, data)
+        return keep_and_send(client, self.upload_like(download), *trained)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self.start(client, download)
@@ -103,10 +101,7 @@ class KeptModels(PartialFedAvg):
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         larger = self.init_server(num_clients(server) + 1, seed)
-        for group, part in server.items():
-            for name, value in part.items():
-                larger[group][name][tuple(map(slice, value.shape))] = value  # where all indices begin
-        return larger
+        return {group: into_corner_(larger[group], part) for group, part in server.items()}
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
         # What a client was not sent is its own, which it uploaded last.

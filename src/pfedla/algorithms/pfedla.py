@@ -17,7 +17,7 @@ from pfedla.algorithms.partial import check_layers, draw_linears
 from pfedla.algorithms.similarity import MixedModels
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import choose, inner_products, mix, mix_few, num_clients, put_, rows_of, take
+from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, take
 from pfedla.core.settings import Natural, Positive, Rate
 
 WIDTH = 100  # of the embedding and of the trunk's layers
@@ -206,8 +206,7 @@ class LearnedMix(MixedModels):
             network, before = self._network(num_clients(server)), take(server["hypernetworks"], ids)
             stepped = network.step(before, gradient, self.hypernetwork_lr, damped=self.damped)
             # A huge upload can overflow the gradient; that client's weights then stay as they were.
-            finite = [rows_of(value).isfinite().all(1) for value in stepped.values()]
-            sound = torch.stack(finite).all(0).nonzero().squeeze(1)
+            sound = finite_rows(stepped).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
         return super().aggregate(server, cohort, downloads, uploads)

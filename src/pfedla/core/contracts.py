@@ -94,9 +94,7 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a client has no part in a round's result."""
-
-    reason: str  # one of a few, so that they can be counted
+    reason: str  # why a client has no part in a round's result: one of a few, so that they can be counted
     detail: str = ""
     error: Exception | None = None  # what it raised
 
@@ -105,6 +103,7 @@ class Algorithm(Section, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
     An author writes six functions: three of the server, on values stacked over the cohort, and three of one client.
+    Only some methods need those after them.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings
@@ -136,8 +135,6 @@ class Algorithm(Section, ABC):
     @abstractmethod
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return the model this client would deploy now: parameters and statistics."""
-
-    # Only some methods need the following.
 
     def check(self, num_clients: int) -> None:
         """Raise NotApplicableError if the method does not fit, PfedlaError for a wrong option."""

@@ -33,8 +33,7 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     if claimed != there or not dtype.itemsize or not all(0 <= length < 2**40 for length in shape):
         raise ValueError(f"{name} claims shape {shape} in {claimed} bytes and has {there} bytes")
     file.seek(0)
-    array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-    return array
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def read_object(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
@@ -92,8 +91,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_tensors(path: Path, expected: Tensors) -> Tensors:
-    """Read finite tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
+def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tensors:
+    """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
     check_size(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -109,7 +108,7 @@ def read_tensors(path: Path, expected: Tensors) -> Tensors:
     for name, value in tensors.items():
         if value.dtype != expected[name].dtype:
             raise PfedlaError(f"{path}: {name} is {value.dtype}, not {expected[name].dtype}")
-        if value.is_floating_point() and not value.isfinite().all():
+        if finite and value.is_floating_point() and not value.isfinite().all():
             raise PfedlaError(f"{path}: {name} holds numbers that are not finite")
     return tensors
 

@@ -20,6 +20,8 @@ Params = dict[str, Tensor]  # by name; "stacked": the same names, one leading cl
 
 @dataclass(frozen=True)
 class Layers:
+    """Which layer each tensor of a model belongs to."""
+
     names: tuple[str, ...]
     index: Mapping[str, int]  # name of a trained tensor or statistic -> position in `names`
     statistics: frozenset[str]  # the buffers
@@ -123,8 +125,20 @@ def stack(trees: Sequence[Params]) -> Params:
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]} if trees else {}
 
 
+def repeat(tree: Params, count: int) -> Params:
+    """Return `count` equal rows, as views of one."""
+    return {name: value.expand(count, *value.shape) for name, value in tree.items()}
+
+
 def append_mean_row(stacked: Params) -> Params:
     return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
+
+
+def into_corner_(larger: Params, smaller: Params) -> Params:
+    """Write tensors into larger ones of the same names, where all indices begin; return the larger."""
+    for name, value in smaller.items():
+        larger[name][tuple(map(slice, value.shape))] = value
+    return larger
 
 
 def weighted_mean(stacked: Params, weights: Tensor) -> Params:
@@ -134,6 +148,11 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
         return ((weights / weights.sum()).to(value.dtype) @ rows_of(value)).view(value.shape[1:])
 
     return {name: average(v) if v.is_floating_point() else v.amax(0) for name, v in stacked.items()}
+
+
+def finite_rows(stacked: Params) -> Tensor:
+    """Return for each row whether all its numbers are finite."""
+    return torch.stack([rows_of(value).isfinite().all(1) for value in stacked.values()]).all(0)
 
 
 def finite_or(tree: Params, other: Params) -> Params:

@@ -68,7 +68,7 @@ class Task:
         except Exception as error:  # whatever the user's module raises
             batch = f"{x.dtype} batch of shape {tuple(x.shape)}"
             raise PfedlaError(f"the model cannot train on a {batch}: {str(error).splitlines()[0]}") from error
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        found: Any = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
             raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {found}")
         if not torch.equal(before, torch.random.get_rng_state()):

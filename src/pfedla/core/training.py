@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pfedla.core.contracts import LocalData
+from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.layers import Params
 from pfedla.core.settings import Training
 from pfedla.core.tasks import Only, Task, descend
@@ -96,3 +96,9 @@ def crop(images: Tensor, crops: Tensor) -> Tensor:
     example = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
     return F.pad(images, (PADDING,) * 4)[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
+    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
+    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
+    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)

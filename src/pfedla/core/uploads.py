@@ -35,9 +35,7 @@ def accept(
     norm_bound: float | None = None,
 ) -> tuple[Accepted, dict[int, Failure]]:
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
-    sound: dict[int, Answer] = {}  # by row
-    failures: dict[int, Failure] = {}
-    num_bytes = 0
+    sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected)
