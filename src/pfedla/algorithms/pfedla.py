@@ -206,7 +206,7 @@ class LearnedMix(MixedModels):
             network, before = self._network(num_clients(server)), take(server["hypernetworks"], ids)
             stepped = network.step(before, gradient, self.hypernetwork_lr, damped=self.damped)
             # A huge upload can overflow the gradient; that client's weights then stay as they were.
-            sound = finite_rows(stepped, len(ids)).nonzero().squeeze(1)
+            sound = finite_rows(stepped).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
         return super().aggregate(server, cohort, downloads, uploads)

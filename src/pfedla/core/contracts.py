@@ -1,7 +1,6 @@
-"""READ FIRST: the values that travel, what an algorithm is, what an engine is.
+"""READ FIRST: the values that travel, what an algorithm is, what an engine is. rounds.py runs them.
 
-A round of any algorithm is the same few lines (rounds.py). State goes in and comes out; nothing is hidden in `self`, so
-evaluation cannot change anything, and saving two values (server, clients) is a checkpoint.
+State goes in and comes out, nothing is hidden in `self`: evaluation changes nothing, and two values are a checkpoint.
 """
 
 import hashlib
@@ -22,14 +21,10 @@ ServerState = dict[str, Params]  # named groups of tensors
 ClientState = Params  # one client's private tensors: statistics, retained layers
 
 
-def derive_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
-    digest = hashlib.sha256(f"{seed}/{purpose}/{round}/{client}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # torch takes 63 bits
-
-
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
     """Return a fresh random stream for one purpose of one client in one round: no draw depends on another."""
-    return torch.Generator().manual_seed(derive_seed(seed, purpose, round, client))
+    digest = hashlib.sha256(f"{seed}/{purpose}/{round}/{client}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes 63 bits
 
 
 class Cohort(NamedTuple):
@@ -99,9 +94,7 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a client has no part in a round's result."""
-
-    reason: str  # one of a few, so that they can be counted
+    reason: str  # why a client has no part in a round's result: one of a few, so that they can be counted
     detail: str = ""
     error: Exception | None = None  # what it raised
 
@@ -109,8 +102,8 @@ class Failure(NamedTuple):
 class Algorithm(Section, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
-    An author writes six functions: init_server, download and aggregate for the server, on values stacked over the
-    cohort; init_client, local_update and personalize for one client. Only some methods need what comes after these.
+    An author writes six functions: three of the server, on values stacked over the cohort, and three of one client.
+    Only some methods need those after them.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings
@@ -125,8 +118,7 @@ class Algorithm(Section, ABC):
     def init_server(self, num_clients: int, seed: int) -> ServerState: ...
 
     @abstractmethod
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        """Return what each client of the cohort is sent, stacked."""
+    def download(self, server: ServerState, cohort: Cohort) -> Payload: ...
 
     @abstractmethod
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:

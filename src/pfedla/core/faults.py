@@ -14,7 +14,6 @@ NO_FAULTS = Faults()
 
 
 def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
-    """Refuse faults that cannot happen."""
     if faults.stragglers and local_epochs < 2:
         raise PfedlaError("faults.stragglers: with one local epoch nobody can do fewer; set local_epochs to 2 or more")
     if (faults.attack == "none") != (faults.attackers == 0):
@@ -26,13 +25,11 @@ def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
 
 
 def happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
-    """Draw whether something happens to a client in this round."""
     draws = generator(cohort.seed, purpose, cohort.round, client)
     return chance > 0 and float(torch.rand((), generator=draws)) < chance
 
 
 def choose_answering(faults: Faults, cohort: Cohort) -> Tensor:
-    """Return for each client of the cohort whether it answers in this round."""
     return torch.tensor([not happens(faults.dropout, cohort, "dropout", client) for client in cohort.ids.tolist()])
 
 
@@ -44,13 +41,11 @@ def limit_epochs(faults: Faults, cohort: Cohort, client: int, budget: int) -> in
 
 
 def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
-    """Return the ids of the attackers, ascending."""
-    count = int(faults.attackers * num_clients + 0.5)
-    return torch.randperm(num_clients, generator=generator(seed, "attackers"))[:count].sort().values
+    order = torch.randperm(num_clients, generator=generator(seed, "attackers"))
+    return order[: int(faults.attackers * num_clients + 0.5)].sort().values
 
 
 def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
-    """Return whether a client is an attacker and attacks in this round."""
     attacks = faults.attackers > 0 and happens(faults.attack_rate, cohort, "attack", client)
     return attacks and client in choose_attackers(faults, num_clients, cohort.seed)
 

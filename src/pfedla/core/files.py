@@ -33,24 +33,17 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     if claimed != there or not dtype.itemsize or not all(0 <= length < 2**40 for length in shape):
         raise ValueError(f"{name} claims shape {shape} in {claimed} bytes and has {there} bytes")
     file.seek(0)
-    array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-    return array
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
-    """Read strict JSON: no NaN, no Infinity, nothing that could not be written again."""
+def read_object(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file that holds one object: no NaN, no Infinity, nothing that could not be written again."""
     check_size(path, limit)
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (OSError, ValueError, RecursionError) as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
-    return content
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object."""
-    content = read_json(path)
     if not isinstance(content, dict):
         raise PfedlaError(f"{path} is damaged: it holds {shown(content)}")
     return content
@@ -121,7 +114,6 @@ def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tenso
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
-    """Write a safetensors file, whole or not at all."""
     from safetensors.torch import save_file  # imports torch
 
     copies = {name: value.contiguous().clone() for name, value in tensors.items()}

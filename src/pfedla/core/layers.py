@@ -1,8 +1,8 @@
 """What a layer is, stacked tensors, and the primitive of layer-wise aggregation: the mix.
 
-A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are of
-three kinds: trained (mixed and sent), statistics (buffers, which stay on the client unless a method sends
-them), and frozen (parameters without a gradient: one shared copy, never sent, mixed or saved per client).
+A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are trained (mixed
+and sent), statistics (buffers, which stay on the client unless a method sends them), or frozen (parameters without a
+gradient: one shared copy, never sent, mixed or saved per client).
 """
 
 from bisect import bisect
@@ -26,36 +26,31 @@ class Layers:
     index: Mapping[str, int]  # name of a trained tensor or statistic -> position in `names`
     statistics: frozenset[str]  # the buffers
     frozen: frozenset[str]  # the parameters that are not trained
-    num_parameters: tuple[int, ...]  # per layer, trained ones only
-    kinds: tuple[type[nn.Module], ...]  # per layer, of its module
+    num_parameters: Sequence[int]  # per layer, trained ones only
+    kinds: Sequence[type[nn.Module]]  # per layer, of its module
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
         parameters = dict(module.named_parameters())  # a tied weight once, where it first stands
         trained = {name: value for name, value in parameters.items() if value.requires_grad}
-        statistics = [name for name, _ in module.named_buffers()]
+        buffers = [name for name, _ in module.named_buffers()]
         modules = [name for name, _ in module.named_modules()]
-        starts = sorted({modules.index(name.rpartition(".")[0]) for name in trained})  # the layers among the modules
+        places = {name: modules.index(name.rpartition(".")[0]) for name in (*trained, *buffers)}
+        starts = sorted({places[name] for name in trained})  # the layers among the modules
         # A buffer of a module without trained parameters goes with the layer before it, or the first.
-        places = {name: bisect(starts, modules.index(name.rpartition(".")[0])) for name in (*trained, *statistics)}
-        index = {name: max(0, place - 1) for name, place in places.items()}
-        names, sizes = [modules[start] for start in starts], [0] * len(starts)
+        index = {name: max(0, bisect(starts, place) - 1) for name, place in places.items()}
+        names = tuple(modules[start] or "(root)" for start in starts)
+        kinds = [type(module.get_submodule(modules[start])) for start in starts]
+        sizes = [0] * len(starts)
         for name, value in trained.items():
             sizes[index[name]] += value.numel()
-        return cls(
-            names=tuple(name or "(root)" for name in names),
-            index=index,
-            statistics=frozenset(statistics),
-            frozen=frozenset(parameters.keys() - trained.keys()),
-            num_parameters=tuple(sizes),
-            kinds=tuple(type(module.get_submodule(name)) for name in names),
-        )
+        statistics, frozen = frozenset(buffers), frozenset(parameters.keys() - trained.keys())
+        return cls(names=names, index=index, statistics=statistics, frozen=frozen, num_parameters=sizes, kinds=kinds)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def positions(self, names: Iterable[str]) -> list[int]:
-        """Return the positions of layers given by name."""
         names = list(names)
         for name in set(names) - set(self.names):
             raise unknown("layer", name, self.names)
@@ -72,7 +67,6 @@ def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:
     """Mix models layer by layer (Eq. 5-6): receiver i gets the senders' tensors weighted by alpha[i, layer].
 
     alpha: [receivers, layers, senders]; models: stacked over the senders; the result: over the receivers.
-
     >>> layers = Layers.of(nn.Linear(1, 1))
     >>> two = {"weight": torch.tensor([[[0.0]], [[4.0]]]), "bias": torch.tensor([[1.0], [3.0]])}
     >>> {name: value.item() for name, value in mix(torch.tensor([[[0.25, 0.75]]]), two, layers).items()}
@@ -137,7 +131,6 @@ def repeat(tree: Params, count: int) -> Params:
 
 
 def append_mean_row(stacked: Params) -> Params:
-    """Return a copy with one more row: the plain mean of the others."""
     return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
 
 
@@ -157,10 +150,9 @@ def weighted_mean(stacked: Params, weights: Tensor) -> Params:
     return {name: average(v) if v.is_floating_point() else v.amax(0) for name, v in stacked.items()}
 
 
-def finite_rows(stacked: Params, count: int) -> Tensor:
-    """Return for each of `count` rows whether all its numbers are finite."""
-    finite = [rows_of(value).isfinite().all(1) for value in stacked.values()]  # integers always are
-    return torch.stack([torch.ones(count, dtype=torch.bool), *finite]).all(0)
+def finite_rows(stacked: Params) -> Tensor:
+    """Return for each row whether all its numbers are finite."""
+    return torch.stack([rows_of(value).isfinite().all(1) for value in stacked.values()]).all(0)
 
 
 def finite_or(tree: Params, other: Params) -> Params:

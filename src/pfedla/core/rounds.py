@@ -17,6 +17,7 @@ from pfedla.core.uploads import accept, payload_bytes
 
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 MIB = 2**20
+Evaluated = tuple[ClientMetrics, dict[int, Failure], int]  # metrics, failures by client, bytes
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,6 @@ class Traffic:
 
 
 class Round(NamedTuple):
-    """What happened in a round, and the server's state after it."""
-
     round: int  # 1 is the first
     cohort: Cohort  # the clients whose uploads were accepted
     sent: Tensor  # [cohort, layers]: what each of them was sent
@@ -65,7 +64,6 @@ def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the time spent inside to `seconds[phase]`."""
     start = time.perf_counter()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -128,10 +126,8 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
         yield chunk, algorithm.download(server, chunk)
 
 
-def evaluate_all(
-    algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort
-) -> tuple[ClientMetrics, dict[int, Failure], int]:
-    """Test the personal models that the cohort would get now; return metrics, failures and bytes."""
+def evaluate_all(algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort) -> Evaluated:
+    """Test the personal models that the cohort would get now."""
     parts, failures, num_bytes = list[ClientMetrics](), dict[int, Failure](), 0
     for chunk, downloads in in_chunks(algorithm, server, cohort):
         num_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
@@ -144,10 +140,9 @@ def evaluate_all(
 def summarise(accuracies: Tensor) -> dict[str, Any]:
     """Return mean, standard deviation, 10th percentile and worst over the clients that have a value."""
     per_client = [None if math.isnan(value) else value for value in accuracies.tolist()]
-    known = np.array([value for value in per_client if value is not None])
     numbers: dict[str, Any] = dict.fromkeys(("mean", "std", "p10", "worst"))
-    if len(known):
-        values = (known.mean(), known.std(), np.quantile(known, 0.1), known.min())
+    if known := [value for value in per_client if value is not None]:
+        values = (np.mean(known), np.std(known), np.quantile(known, 0.1), np.min(known))
         numbers = dict(zip(numbers, map(float, values), strict=True))
     return {**numbers, "per_client": per_client}
 

@@ -1,11 +1,11 @@
 """The base of every settings section, the kinds of numbers, and the sections that the core reads.
 
-A setting is declared once, with its type, bounds, default and description (the docstring below the field). The file,
-`simulate`, the command line, a deployment and docs/experiment-file.md are made from it. Imports no torch.
+A setting is declared once: type, bounds, default, and the docstring below it as description. The file, `simulate`, the
+command line, a deployment and docs/experiment-file.md are made from it. Imports no torch.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -103,8 +103,3 @@ class Faults(Section):
     """Chance that an attacker attacks, each round."""
     attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO
     """sign-flip, scale: factor of the update; noise: size relative to it. auto: 1, for scale 10."""
-
-    @property
-    def active(self) -> dict[str, Any]:
-        """What differs from a run in which nothing goes wrong."""
-        return self.model_dump(exclude_defaults=True)

@@ -1,8 +1,4 @@
-"""A model and its loss as functions of tensors: `task_of` makes them of any nn.Module.
-
-`Task` runs under torch.func.vmap. `DirectTask` gives the same numbers for one client, faster: plain
-autograd on a module whose tensors are put in place, images channels last. `CompiledTask` compiles the step.
-"""
+"""A model and its loss as functions of tensors: `task_of` makes them of any nn.Module."""
 
 import copy
 import threading
@@ -37,13 +33,10 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 class Task:
-    """An nn.Module that maps a batch to logits, with cross-entropy.
-
-    Its functions take tensors under their state_dict names. Frozen parameters stay inside: they are in no dictionary.
-    """
+    """A module that maps a batch to logits, with cross-entropy, as functions of its tensors; they run under vmap."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = copy_module(module)
+        self.module = copy_module(module)  # frozen parameters stay inside: they are in no dictionary
         self.layers = Layers.of(self.module)
         self._copies = threading.local()
         self._channels_last = False
@@ -75,18 +68,23 @@ class Task:
         except Exception as error:  # whatever the user's module raises
             batch = f"{x.dtype} batch of shape {tuple(x.shape)}"
             raise PfedlaError(f"the model cannot train on a {batch}: {str(error).splitlines()[0]}") from error
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else ()
+        found: Any = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
-            what = found or type(logits).__name__
-            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {what}")
+            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {found}")
         if not torch.equal(before, torch.random.get_rng_state()):
             torch.random.set_rng_state(before)
             why = "all clients share their stream, so no run could be repeated; switch it off"
             raise PfedlaError(f"the model draws random numbers while it trains (dropout?): {why}")
 
     def lay_out(self, value: Tensor) -> Tensor:
-        """Return images or weights as the model is fastest with them in memory."""
-        return channels_last(value) if self._channels_last and value.ndim == 4 else value
+        """Return images or weights as the model is fastest with them: channels last, also if there is only one."""
+        if not self._channels_last or value.ndim != 4:
+            return value
+        _, channels, height, width = value.shape
+        strides = (height * width * channels, 1, width * channels, channels)
+        if value.stride() == strides:
+            return value
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
     def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
         """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
@@ -115,7 +113,7 @@ class Task:
 
 
 class DirectTask(Task):
-    """The same numbers without torch.func, which costs a tenth of a small network's step."""
+    """The same numbers for one client without torch.func, which costs a tenth of a small network's step."""
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         super().__init__(module)
@@ -142,22 +140,16 @@ class DirectTask(Task):
     def _slots(self, module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
         """Return where the module keeps each tensor but the frozen; a tied weight is kept in two places."""
         if not hasattr(self._copies, "slots"):
-            names = {id(value): name for name, value in [*module.named_parameters(), *module.named_buffers()]}
-            self._copies.slots = [
-                (holder, key, names[id(value)])
-                for part in module.modules()
-                for holder in (part._parameters, part._buffers)
-                for key, value in holder.items()
-                if value is not None and names[id(value)] not in self.layers.frozen
-            ]
+            named = [*module.named_parameters(), *module.named_buffers()]
+            names = {id(value): name for name, value in named if name not in self.layers.frozen}
+            holders = [holder for part in module.modules() for holder in (part._parameters, part._buffers)]
+            places = [(holder, key, id(value)) for holder in holders for key, value in holder.items()]
+            self._copies.slots = [(holder, key, names[value]) for holder, key, value in places if value in names]
         return self._copies.slots  # type: ignore[no-any-return]
 
 
 class CompiledTask(DirectTask):
-    """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled.
-
-    Not by torch.compile: its guards cost a twentieth of a small network's step, and threads in them compiled again.
-    """
+    """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled."""
 
     def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
         super().__init__(module, example)
@@ -165,12 +157,11 @@ class CompiledTask(DirectTask):
         initial = {name: self.lay_out(value) for name, value in self.initial().items()}
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
         self._order = [*parameters, *statistics]
-        own, gradient = self._own_copy("train"), grad_and_value(loss_of, argnums=1, has_aux=True)
 
         def whole_step(x: Tensor, y: Tensor, *flat: Tensor) -> list[Tensor]:
             given = dict(zip(self._order, flat, strict=True))
             before = {name: given[name] for name in parameters}
-            gradients, (loss, updated) = gradient(own, before, {name: given[name] for name in statistics}, x, y)
+            gradients, loss, updated = Task.gradient(self, before, {name: given[name] for name in statistics}, x, y)
             # Not add(…, alpha=…): the compiler of torch 2.13 makes an addmm of it and loses the rate.
             after = (value - lr * gradients[name] for name, value in before.items())
             return [loss, *after, *updated.values()]
@@ -189,6 +180,7 @@ class CompiledTask(DirectTask):
 
 
 def _compile(function: Any, tensors: list[Any]) -> Any:
+    # Not torch.compile: its guards cost a twentieth of a small network's step, and threads in them compiled again.
     from torch import _inductor  # seconds to import
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -208,11 +200,9 @@ def _compile(function: Any, tensors: list[Any]) -> Any:
 
 
 class _FusedPooling(TorchFunctionMode):
-    """While tracing, write F.max_pool2d(x, 2) as comparisons, which the compiler fuses with their surroundings.
+    """While tracing, write F.max_pool2d(x, 2) as comparisons, which the compiler fuses with their surroundings."""
 
-    Numbers and gradients are those of max_pool2d: NaN passes, of equal numbers the first gets the gradient.
-    """
-
+    # Numbers and gradients are those of max_pool2d: NaN passes, of equal numbers the first gets the gradient.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.max_pool2d or args[1:] != (2,) or kwargs:
             return func(*args, **(kwargs or {}))
@@ -232,15 +222,6 @@ def descend(parameters: Params, gradients: Params, lr: float) -> Params:
 def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
     statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
     return F.cross_entropy(functional_call(module, {**parameters, **statistics}, (x,)), y), statistics
-
-
-def channels_last(images: Tensor) -> Tensor:
-    """Return the images with the channels of a pixel side by side, which is faster on CPUs; also for one channel."""
-    _, channels, height, width = images.shape
-    strides = (height * width * channels, 1, width * channels, channels)
-    if images.stride() == strides:
-        return images
-    return torch.empty_strided(images.shape, strides, dtype=images.dtype, device=images.device).copy_(images)
 
 
 def task_of(module: nn.Module) -> Task:

@@ -1,6 +1,7 @@
 """Local SGD and evaluation of one client; both run under torch.func.vmap."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,11 @@ PADDING = 4  # pixels around an image before it is cropped
 
 
 def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the slices of one epoch. A last batch of one example joins the one before (BatchNorm)."""
-    start = 0
-    while start < num_examples:
-        stop = min(start + batch_size, num_examples)
-        if num_examples - stop == 1 and batch_size > 1:
-            stop = num_examples
-        yield start, stop
-        start = stop
+    """Return the slices of one epoch. A last batch of one example joins the one before (BatchNorm)."""
+    starts = list(range(0, num_examples, batch_size))
+    if len(starts) > 1 and starts[-1] == num_examples - 1 and batch_size > 1:
+        starts.pop()
+    return pairwise([*starts, num_examples])
 
 
 def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tensor, Tensor]]:

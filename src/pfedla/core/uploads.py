@@ -35,9 +35,7 @@ def accept(
     norm_bound: float | None = None,
 ) -> tuple[Accepted, dict[int, Failure]]:
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
-    sound: dict[int, Answer] = {}  # by row
-    failures: dict[int, Failure] = {}
-    num_bytes = 0
+    sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected)
@@ -55,18 +53,14 @@ def accept(
             failures[row] = Failure("norm too large", f"{times:.3g} times the median of the round")
     rows, used = torch.tensor(list(sound), dtype=torch.int64), list(sound.values())
     downloads = downloads.rows(rows) if failures else downloads  # a copy only if needed: they may be large
+    came = [answer.upload for answer in used]
+    sent = torch.stack([upload.sent for upload in came]) if used else downloads.sent
+    uploads = Payload(stack([one.tensors for one in came]), sent, extras=stack([one.extras for one in came]))
+    losses = torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0)
     metrics = torch.tensor([(answer.accuracy, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
+    tests = ClientMetrics(*metrics.T)
     accepted = Accepted(
-        cohort=cohort.only(rows),
-        downloads=downloads,
-        uploads=Payload(
-            stack([answer.upload.tensors for answer in used]),
-            torch.stack([answer.upload.sent for answer in used]) if used else downloads.sent,
-            extras=stack([answer.upload.extras for answer in used]),
-        ),
-        training_loss=torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0),
-        after_training=ClientMetrics(*metrics.T),
-        num_bytes=num_bytes,
+        cohort.only(rows), downloads, uploads=uploads, training_loss=losses, after_training=tests, num_bytes=num_bytes
     )
     return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
 
@@ -76,11 +70,8 @@ def check_answer(answer: object, expected: Payload) -> Answer | Failure:
     if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
         return Failure("not an upload", f"it is a {type(getattr(answer, 'upload', answer)).__name__}")
     tensors, sent, extras = answer.upload
-    for found, wanted in (
-        (tensors, expected.tensors),
-        (extras, expected.extras),
-        ({MASK: sent}, {MASK: expected.sent}),
-    ):
+    pairs = ((tensors, expected.tensors), (extras, expected.extras), ({MASK: sent}, {MASK: expected.sent}))
+    for found, wanted in pairs:
         if not isinstance(found, Mapping):
             return Failure("not an upload", f"its tensors are a {type(found).__name__}")
         if found.keys() != wanted.keys():
@@ -104,22 +95,19 @@ def check_answer(answer: object, expected: Payload) -> Answer | Failure:
     if not (answer.finite and is_finite(tensors) and is_finite(extras)):
         return NOT_FINITE
     # In the server's order of names: sums over tensors must not depend on the order a client sends.
-    tensors = {name: tensors[name].detach() for name in expected.tensors}
-    return answer._replace(
-        upload=Payload(tensors, sent, extras={name: extras[name].detach() for name in expected.extras})
-    )
+    upload = Payload({n: tensors[n] for n in expected.tensors}, sent, extras={n: extras[n] for n in expected.extras})
+    return answer._replace(upload=upload.map(Tensor.detach))
 
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
     """Return the bytes that travel: of one client's payload, or of each client's if it is stacked."""
-
-    def size(value: Tensor) -> int:
-        return math.prod(value.shape[payload.sent.ndim - 1 :]) * value.element_size()
-
-    total = torch.zeros(payload.sent.shape[:-1], dtype=torch.int64)
+    clients = payload.sent.shape[:-1]
+    total = torch.zeros(clients, dtype=torch.int64)
     for name, value in payload.tensors.items():
-        total += payload.sent[..., layers.index[name]] * size(value)
-    return total + sum(map(size, payload.extras.values()))
+        total += payload.sent[..., layers.index[name]] * (math.prod(value.shape[len(clients) :]) * value.element_size())
+    for value in payload.extras.values():
+        total += math.prod(value.shape[len(clients) :]) * value.element_size()
+    return total
 
 
 def update_norm(upload: Payload, start: Params) -> float:
@@ -129,12 +117,10 @@ def update_norm(upload: Payload, start: Params) -> float:
 
 
 def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
-    """Return the norms longer than `bound` medians, as multiples of the median.
-
-    The longest is removed first and the median computed again: the result does not depend on the outliers.
-    """
+    """Return the norms longer than `bound` medians, as multiples of the median."""
     left, too_long = sorted(norms, key=lambda row: (norms[row], row)), dict[int, float]()
     while len(left) > 1:
+        # Without the longest, again and again: so the median does not depend on the outliers.
         median = statistics.median(norms[row] for row in left)
         if not norms[left[-1]] > bound * median > 0:  # a median of zero measures nothing
             break

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pfedla.core.contracts import derive_seed, generator
+from pfedla.core.contracts import generator
 from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
 from pfedla.data import datasets
@@ -161,7 +161,7 @@ def build_federation(data: Data, seed: int, dataset: Dataset | None = None) -> t
     data, dataset = resolve(data, dataset or datasets.load(data.dataset))
     if len(dataset.classes) < 2:
         raise PfedlaError(f"{dataset.name}: y holds a single class, {dataset.classes[0]}")
-    split = split_dataset(dataset, data, np.random.default_rng(derive_seed(seed, "partition")))
+    split = split_dataset(dataset, data, np.random.default_rng(generator(seed, "partition").initial_seed()))
     pairs = ([(dataset.x[rows], dataset.y[rows]) for rows in part] for part in split)
     train, test = ([Examples(torch.from_numpy(x), torch.from_numpy(y)) for x, y in part] for part in pairs)
     names = dataset.client_names if data.partition == "client" else ()

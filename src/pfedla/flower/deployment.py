@@ -86,7 +86,7 @@ class Deployment(Section):
 
     def build(self) -> Built:
         """Return the method and a federation that nobody has joined; refuse what a deployment cannot do."""
-        if self.experiment.faults.active or self.experiment.unseen_clients:
+        if self.experiment.faults.model_dump(exclude_defaults=True) or self.experiment.unseen_clients:
             raise PfedlaError("[faults] and unseen_clients are for simulations; leave them out of a deployment")
         if self.experiment.checkpoint.rounds != 1:
             raise PfedlaError("checkpoint.rounds must be 1 in a deployment: sites keep only their last states")

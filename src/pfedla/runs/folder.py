@@ -28,7 +28,7 @@ from torch import Tensor
 from pfedla import __version__
 from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_json, read_object, read_tensors, safe_name, sha256, write_text, write_whole
+from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
 from pfedla.core.rounds import Traffic
 from pfedla.data.federation import Outline
 from pfedla.data.partition import split_statistics
@@ -278,7 +278,7 @@ class Checkpoints:
 
     def _load(self, round: int, fresh: RunState, clients: Params) -> tuple[RunState, Params]:
         path = self.folder / f"round-{round}.json"
-        content = read_json(path)
+        content = read_object(path)
         try:
             stored = content["state"]
             if content["sha256"] != _digest(stored) or stored.pop("format") not in (1, FORMAT):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, FailFast, Field, ValidationError, model_validato
 from torch import Tensor, nn
 
 from pfedla.core.errors import PfedlaError, shown, unknown
-from pfedla.core.files import read_json, read_object, read_tensors, write_tensors, write_text
+from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
 from pfedla.core.models import outline
 from pfedla.core.tasks import task_of
 from pfedla.core.training import evaluate
@@ -83,7 +83,7 @@ def read_run(run: Path) -> tuple[Experiment, FederationFile]:
             hint = f"; it holds runs: {', '.join(inside)}" if inside else ""
             raise PfedlaError(f"{run} is not a finished run: it has no {name}{hint}")
     try:
-        federation = FederationFile.model_validate(read_json(run / FEDERATION))
+        federation = FederationFile.model_validate(read_object(run / FEDERATION))
     except ValidationError as error:
         problem = error.errors()[0]
         raise PfedlaError(f"{run / FEDERATION} is damaged: {problem['loc']}: {problem['msg']}") from None

@@ -83,7 +83,7 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
         "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
-        "faults": experiment.faults.active,
+        "faults": experiment.faults.model_dump(exclude_defaults=True),
         "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},
     }
     if not honest.all():
