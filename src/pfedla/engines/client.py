@@ -123,12 +123,11 @@ def make_client(
 def usable_device(name: str) -> torch.device:
     """Return the device, or refuse one that does not work here."""
     try:
-        device = torch.device(name)
-        float(torch.zeros(1, device=device))
+        float(torch.zeros(1, device=name))
+        return torch.device(name)
     except Exception as error:  # every backend raises its own kind
         reason = str(error).splitlines()[0]
         raise PfedlaError(f"device {name!r} cannot be used here ({reason}); cpu always can") from None
-    return device
 
 
 class _OneThread:

@@ -36,12 +36,9 @@ ACTIVATION_COPIES = 4  # every module's output, what follows it without being a 
 
 
 def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
-    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled.
-
-    The choice follows a measured rule (docs/performance.md), not a timing: the same file gives the same bits.
-    """
+    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled."""
     name = settings.name
-    if name == AUTO:
+    if name == AUTO:  # by a measured rule (docs/performance.md), not a timing: the same file gives the same bits
         convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
         small = sum(parameter.numel() for parameter in module.parameters()) <= VECTORIZED_PARAMETERS
         stacks = settings.device != "cpu" or (small and not convolves)
@@ -82,12 +79,9 @@ class SimulatedEngine:
                 return update_stacked(clients, downloads, cohort)
             return [clients[0].update(downloads.rows(0), cohort)]
 
-        self._pending = {}
-        for client, outcome in self._map("raised", train_group, cohort, downloads, training=True).items():
-            if isinstance(outcome, Failure):
-                answers[client] = outcome
-            else:
-                self._pending[client], answers[client] = outcome
+        outcomes = self._map("raised", train_group, cohort, downloads, training=True)
+        self._pending = {client: one[0] for client, one in outcomes.items() if not isinstance(one, Failure)}
+        answers |= {client: one if isinstance(one, Failure) else one[1] for client, one in outcomes.items()}
         return list(answers.values())
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:

@@ -21,12 +21,13 @@ class Display:
 
     def __init__(self, total_rounds: int, *, quiet: bool = False, log: Path | None = None, hint: str = "") -> None:
         self.log, self.hint = log, hint  # a file that gets every line too; how to continue after a stop
-        self.skipped, self.start = 0, time.perf_counter()
+        self.total, self.skipped, self.start = total_rounds, 0, time.perf_counter()
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds accuracy {task.fields[accuracy]}")
         is_live = self.console.is_terminal and not quiet
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not is_live)
-        self._task = self.bar.tasks[self.bar.add_task("starting", total=total_rounds, accuracy="…")]
+        self.bar.add_task("starting", total=total_rounds, accuracy="…")
+        self._task = self.bar.tasks[0]
 
     def begin(self, name: str, seed: int) -> None:
         self.bar.update(self._task.id, description=f"{name}, seed {seed}", accuracy="…")
@@ -53,19 +54,18 @@ class Display:
             self.show(done, task.fields["accuracy"])
         else:
             self.show(done, f"{100 * round.evaluation.accuracy.nanmean():.1f} %")
-            left = (time.perf_counter() - self.start) / (done - self.skipped) * ((task.total or 0) - done)
-            line = f"{task.description}: round {round.round}, accuracy {task.fields['accuracy']}, {left:.0f} s left"
             if self.bar.disable:
-                self.say(line)
+                left = (time.perf_counter() - self.start) / (done - self.skipped) * (self.total - done)
+                reached = f"round {round.round}, accuracy {task.fields['accuracy']}"
+                self.say(f"{task.description}: {reached}, {left:.0f} s left")
         self._say_failures(f"round {round.round}: left out:", round.failures)
         self._say_failures(f"round {round.round}: not evaluated:", round.evaluation_failures)
 
     def _say_failures(self, what: str, failures: Mapping[int, Failure]) -> None:
         """Say why clients failed, but not which did not answer: with many clients that is every round."""
-        for reason in dict.fromkeys(failure.reason for failure in failures.values()):
+        reasons = dict.fromkeys(failure.reason for failure in failures.values() if failure.reason != NO_ANSWER.reason)
+        for reason in reasons:
             clients = [client for client, failure in failures.items() if failure.reason == reason]
-            if reason == NO_ANSWER.reason:
-                continue
             first = failures[clients[0]]
             who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
             detail = f" (client {clients[0]}: {first.detail})" if first.detail else ""
@@ -81,4 +81,4 @@ class Display:
         self.bar.stop()
         if isinstance(error, (KeyboardInterrupt, Stopped)):
             hint = f"; {self.hint}" if self.hint else ""
-            self.say(f"stopped after {self._task.completed:.0f} of {self._task.total:.0f} rounds{hint}")
+            self.say(f"stopped after {self._task.completed:.0f} of {self.total} rounds{hint}")
