@@ -94,6 +94,8 @@ class Client:
         """Return what a client trains on, and the share that it holds out, fixed by the seed."""
         x, y = self.train
         held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
+        if not held_out:  # no copy: float data may be large
+            return self.train, Examples(x[:0], y[:0])
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
         return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
@@ -131,11 +133,9 @@ def usable_device(name: str) -> torch.device:
 
 
 class _OneThread:
-    """One intra-op thread while anybody is inside: clients are the parallelism, and sums are always split alike.
+    """One intra-op thread while anybody is inside: clients are the parallelism, and sums are always split alike."""
 
-    torch keeps the number per thread, and one for new threads. All restore what the first one found.
-    """
-
+    # torch keeps the number per thread, and one for new threads. All restore what the first one found.
     lock, users, before = threading.Lock(), 0, 1
 
     def __enter__(self) -> None:

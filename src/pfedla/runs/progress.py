@@ -49,15 +49,13 @@ class Display:
         self.bar.update(self._task.id, completed=done, accuracy=accuracy)
 
     def on_round(self, round: Round) -> None:
-        task, done = self._task, self._task.completed + 1
-        if round.evaluation is None:
-            self.show(done, task.fields["accuracy"])
-        else:
-            self.show(done, f"{100 * round.evaluation.accuracy.nanmean():.1f} %")
+        task, done, accuracy = self._task, self._task.completed + 1, self._task.fields["accuracy"]
+        if round.evaluation is not None:
+            accuracy = f"{100 * round.evaluation.accuracy.nanmean():.1f} %"
             if self.bar.disable:
                 left = (time.perf_counter() - self.start) / (done - self.skipped) * (self.total - done)
-                reached = f"round {round.round}, accuracy {task.fields['accuracy']}"
-                self.say(f"{task.description}: {reached}, {left:.0f} s left")
+                self.say(f"{task.description}: round {round.round}, accuracy {accuracy}, {left:.0f} s left")
+        self.show(done, accuracy)
         self._say_failures(f"round {round.round}: left out:", round.failures)
         self._say_failures(f"round {round.round}: not evaluated:", round.evaluation_failures)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pfedla.core.contracts import ClientMetrics, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
@@ -148,20 +148,19 @@ class Run:
         if self.folder is not None and round.round in self._snapshots:
             write_alpha(self.folder.path, self.state, self.algorithm.task.layers.names, at_end=False)
         if self.folder is not None and round.evaluation is not None:
-            line = self._describe(round, round.evaluation.accuracy, round.evaluation.loss)
-            self.folder.add_line(line)
+            self.folder.add_line(line := self._describe(round, round.evaluation))
             if self.trackers is not None:
                 self.trackers.log(line)
         if self._is_shown:
             self.display.on_round(round)
 
-    def _describe(self, round: Round, accuracy: Tensor, loss: Tensor) -> dict[str, Any]:
+    def _describe(self, round: Round, evaluation: ClientMetrics) -> dict[str, Any]:
         """Return what rounds.jsonl holds of an evaluated round."""
         retained = zip(self.algorithm.task.layers.names, (~round.sent).sum(0).tolist(), strict=True)
         line: dict[str, Any] = {
             "round": round.round,
-            "accuracy": summarise(accuracy),
-            "loss": finite_mean(loss),
+            "accuracy": summarise(evaluation.accuracy),
+            "loss": finite_mean(evaluation.loss),
             "accuracy_after_training": finite_mean(round.after_training.accuracy),
             "training_loss": finite_mean(round.training_loss),
             "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
@@ -170,7 +169,7 @@ class Run:
             "retained": {layer: count for layer, count in retained if count},
             "failures": self.state.failures,
         }
-        honest = {"accuracy": summarise(accuracy[self.honest])}
+        honest = {"accuracy": summarise(evaluation.accuracy[self.honest])}
         for part in (line, honest):
             del part["accuracy"]["per_client"]
         return line if self.honest.all() else line | {"honest": honest}
