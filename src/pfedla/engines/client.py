@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, LocalData, LocalResult, Payload, generator
 from pfedla.core.errors import PfedlaError
@@ -24,7 +23,7 @@ RECALIBRATION_EXAMPLES = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    number: int  # every draw comes from it
+    number: int = 0  # every draw comes from it
     train: Examples
     test: Examples
     outline: Outline  # says how examples are normalised
@@ -32,8 +31,8 @@ class Client:
     state: ClientState  # private; never written into
     has_trained: bool = False
     device: torch.device
-    recalibrate: Recalibrate
-    faults: Faults
+    recalibrate: Recalibrate = "unsampled"
+    faults: Faults = NO_FAULTS
 
     def update(self, download: Payload, cohort: Cohort) -> Outcome:
         """Train for a round; return the private state after it and what is sent."""
@@ -59,7 +58,7 @@ class Client:
 
     def evaluate(self, model: Params) -> Test:
         with torch.no_grad():
-            correct, loss = evaluate(self.algorithm.task, model, *self.test_data())
+            correct, loss = evaluate(self.algorithm.task, model, *self.prepare(self.test))
         return correct.item() / len(self.test.y), loss.item()
 
     def personalize(self, download: Payload, cohort: Cohort) -> Params:
@@ -71,11 +70,12 @@ class Client:
         estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not self.has_trained)
         if not self.algorithm.task.layers.statistics or not estimates:
             return model
-        x = self.train.x
+        x, y = self.train
         if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
-            x = x[torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()]
+            rows = torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()
+            x, y = x[rows], y[rows]
         with torch.no_grad():
-            return self.algorithm.task.recalibrate(model, self._inputs(x))
+            return self.algorithm.task.recalibrate(model, self.prepare(Examples(x, y)).x)
 
     def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
@@ -85,82 +85,57 @@ class Client:
         batches, moves = (generator(cohort.seed, what, cohort.round, self.number) for what in ("batches", "crops"))
         order = torch.stack([torch.randperm(count, generator=batches) for _ in range(training.local_epochs)])
         crops = draw_crops(training.local_epochs, count if training.augment else 0, moves)
-        return LocalData(
-            x=self._inputs(examples.x),
-            y=examples.y.to(self.device),
-            order=order[:epochs].to(self.device),
-            crops=crops[:epochs].to(self.device),
-            held_out_x=self._inputs(held_out.x),
-            held_out_y=held_out.y.to(self.device),
-            has_trained=torch.tensor(self.has_trained, device=self.device),
-        )
+        (x, y), (held_out_x, held_out_y) = map(self.prepare, (examples, held_out))
+        order, crops = order[:epochs].to(self.device), crops[:epochs].to(self.device)
+        data = LocalData(x, y, order=order, crops=crops, held_out_x=held_out_x, held_out_y=held_out_y)
+        return data._replace(has_trained=torch.tensor(self.has_trained, device=self.device))
 
     def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:
         """Return what a client trains on, and the share that it holds out, fixed by the seed."""
         x, y = self.train
         held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
-        if not held_out:
+        if not held_out:  # no copy: float data may be large
             return self.train, Examples(x[:0], y[:0])
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
         return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
 
-    def test_data(self) -> tuple[Tensor, Tensor]:
-        return self._inputs(self.test.x), self.test.y.to(self.device)
-
-    def _inputs(self, x: Tensor) -> Tensor:
-        return self.algorithm.task.lay_out(self.outline.normalise(x.to(self.device)))
+    def prepare(self, examples: Examples) -> Examples:
+        """Return examples on the device, normalised, in the layout that the task runs fastest."""
+        x = self.outline.normalise(examples.x.to(self.device))
+        return Examples(self.algorithm.task.lay_out(x), examples.y.to(self.device))
 
 
 def make_client(
-    algorithm: Algorithm,
-    outline: Outline,
-    examples: tuple[Examples, Examples],
-    settings: EngineSettings,
-    *,
-    number: int = 0,
-    recalibrate: Recalibrate,
-    faults: Faults = NO_FAULTS,
+    algorithm: Algorithm, outline: Outline, examples: tuple[Examples, Examples], settings: EngineSettings
 ) -> Client:
     """Return a client whose task is in the form that the engine of the settings runs fastest."""
-    device = usable_device(settings.device)
+    device, (train, test) = usable_device(settings.device), examples
     task: Task = algorithm.task.to(device)
-    example = outline.normalise(examples[0].x[:1].to(device))[0]
+    example = outline.normalise(train.x[:1].to(device))[0]
     if settings.compile:
         task = CompiledTask(task.module, example, algorithm.training)
     elif settings.name == "threaded":
         task = DirectTask(task.module, example)
-    algorithm = algorithm.model_copy(update={"task": task})
-    return Client(
-        number=number,
-        train=examples[0],
-        test=examples[1],
-        outline=outline,
-        algorithm=algorithm,
-        state=algorithm.init_client(),
-        device=device,
-        recalibrate=recalibrate,
-        faults=faults,
-    )
+    method = algorithm.model_copy(update={"task": task})
+    state = method.init_client()
+    return Client(train=train, test=test, outline=outline, algorithm=method, state=state, device=device)
 
 
 def usable_device(name: str) -> torch.device:
     """Return the device, or refuse one that does not work here."""
     try:
-        device = torch.device(name)
-        float(torch.zeros(1, device=device))
+        float(torch.zeros(1, device=name))
+        return torch.device(name)
     except Exception as error:  # every backend raises its own kind
         reason = str(error).splitlines()[0]
         raise PfedlaError(f"device {name!r} cannot be used here ({reason}); cpu always can") from None
-    return device
 
 
 class _OneThread:
-    """One intra-op thread while anybody is inside: clients are the parallelism, and sums are always split alike.
+    """One intra-op thread while anybody is inside: clients are the parallelism, and sums are always split alike."""
 
-    torch keeps the number per thread, and one for new threads. All restore what the first one found.
-    """
-
+    # torch keeps the number per thread, and one for new threads. All restore what the first one found.
     lock, users, before = threading.Lock(), 0, 1
 
     def __enter__(self) -> None:

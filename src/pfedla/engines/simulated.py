@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,17 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState, Cohort, Failure, LocalData, Payload
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.faults import NO_FAULTS, choose_answering
+from pfedla.core.faults import choose_answering
 from pfedla.core.layers import Params, stack, take
-from pfedla.core.settings import AUTO, EngineSettings, Faults, Recalibrate
-from pfedla.core.tasks import Task, copy_module
+from pfedla.core.settings import AUTO, EngineSettings
+from pfedla.core.tasks import copy_module
 from pfedla.core.training import EVALUATION_BATCH, evaluate
 from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Federation
 from pfedla.engines.client import Client, Outcome, Test, keep_freed_memory, make_client, one_thread
 
 R = TypeVar("R")
+GroupFunction = Callable[[list[Client], Payload], Sequence[R]]
 TRAINED = "__trained__"
 # On a CPU stacking wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
@@ -35,12 +36,9 @@ ACTIVATION_COPIES = 4  # every module's output, what follows it without being a 
 
 
 def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
-    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled.
-
-    The choice follows a measured rule (docs/performance.md), not a timing: the same file gives the same bits.
-    """
+    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled."""
     name = settings.name
-    if name == AUTO:
+    if name == AUTO:  # by a measured rule (docs/performance.md), not a timing: the same file gives the same bits
         convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
         small = sum(parameter.numel() for parameter in module.parameters()) <= VECTORIZED_PARAMETERS
         stacks = settings.device != "cpu" or (small and not convolves)
@@ -55,24 +53,17 @@ def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSetting
 class SimulatedEngine:
     """Implements Engine."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        federation: Federation,
-        settings: EngineSettings,
-        *,
-        recalibrate: Recalibrate = "unsampled",
-        faults: Faults = NO_FAULTS,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, federation: Federation, settings: EngineSettings, **known: Any) -> None:
+        """`known`: recalibrate and faults, as in `Client`."""
         settings = resolve_engine(settings, algorithm.task.module)
-        self.stacks, self.faults = settings.name == "vectorized", faults
+        self.stacks = settings.name == "vectorized"
         self.threads = 1 if self.stacks else settings.threads or os.cpu_count() or 1
-        self.stopping = stopping  # asked before each client trains; if true, Stopped is raised, no state changes
+        # Asked before each client trains; if it says so, Stopped is raised and no state changes.
+        self.stopping: Callable[[], bool] = lambda: False
         examples = list(zip(federation.train, federation.test, strict=True))
-        first = make_client(algorithm, federation, examples[0], settings, recalibrate=recalibrate, faults=faults)
+        first = replace(make_client(algorithm, federation, examples[0], settings), **known)
         self.clients = [replace(first, number=n, train=train, test=test) for n, (train, test) in enumerate(examples)]
-        self.algorithm, self.device = first.algorithm, first.device
+        self.algorithm, self.device, self.faults = first.algorithm, first.device, first.faults
         self._pending: dict[int, ClientState] = {}
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
@@ -80,57 +71,55 @@ class SimulatedEngine:
         answering = choose_answering(self.faults, cohort)
         if not answering.all():
             cohort, downloads = cohort.only(answering), downloads.rows(answering)
-        downloads = downloads.to(self.device)
 
-        def train_group(rows: list[int], clients: list[Client]) -> list[Outcome]:
+        def train_group(clients: list[Client], downloads: Payload) -> list[Outcome]:
             if self.stopping():
                 raise Stopped
             if self.stacks:
-                return update_stacked(clients, downloads.rows(torch.tensor(rows)), cohort)
-            return [clients[0].update(copy_row(downloads, rows[0]), cohort)]
+                return update_stacked(clients, downloads, cohort)
+            return [clients[0].update(downloads.rows(0), cohort)]
 
-        epochs = [self.clients[client].limit_epochs(cohort) for client in cohort.ids.tolist()]
-        self._pending = {}
-        for client, outcome in self._map("raised", train_group, cohort, epochs).items():
-            if isinstance(outcome, Failure):
-                answers[client] = outcome
-            else:
-                self._pending[client], answers[client] = outcome
+        outcomes = self._map("raised", train_group, cohort, downloads, training=True)
+        self._pending = {client: one[0] for client, one in outcomes.items() if not isinstance(one, Failure)}
+        answers |= {client: one if isinstance(one, Failure) else one[1] for client, one in outcomes.items()}
         return list(answers.values())
 
     def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        downloads = downloads.to(self.device)
-
-        def test_group(rows: list[int], clients: list[Client]) -> list[Test]:
-            pairs = zip(rows, clients, strict=True)
-            models = [client.personalize(copy_row(downloads, row), cohort) for row, client in pairs]
+        def test_group(clients: list[Client], downloads: Payload) -> list[Test]:
+            models = personalize_group(clients, downloads, cohort)
             return evaluate_stacked(clients, stack(models)) if self.stacks else [clients[0].evaluate(models[0])]
 
-        tests = self._map("evaluation raised", test_group, cohort, [0] * len(cohort.ids))
+        tests = self._map("evaluation raised", test_group, cohort, downloads)
         failures = {client: test for client, test in tests.items() if isinstance(test, Failure)}
         metrics = [(torch.nan, torch.nan) if isinstance(test, Failure) else test for test in tests.values()]
         return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
-        downloads, models = downloads.to(self.device), []
-        for row, client in enumerate(cohort.ids.tolist()):
-            model = attempt("", self.clients[client].personalize, copy_row(downloads, row), cohort)
-            models.append({} if isinstance(model, Failure) else {name: value.cpu() for name, value in model.items()})
-        return models
+        models = self._map("", partial(personalize_group, cohort=cohort), cohort, downloads).values()
+        return [
+            {} if isinstance(one, Failure) else {name: value.cpu() for name, value in one.items()} for one in models
+        ]
 
     def _map(
-        self, reason: str, function: Callable[[list[int], list[Client]], Sequence[R]], cohort: Cohort, epochs: list[int]
+        self, reason: str, function: GroupFunction[R], cohort: Cohort, downloads: Payload, *, training: bool = False
     ) -> dict[int, R | Failure]:
-        """Apply `function` to groups of rows and their clients; a group that raises is run client by client."""
-        clients = [self.clients[client] for client in cohort.ids.tolist()]
+        """Apply `function` to groups of clients and their downloads; a group that raises is run client by client."""
+        clients, downloads = [self.clients[client] for client in cohort.ids.tolist()], downloads.to(self.device)
 
         def run(rows: list[int]) -> Sequence[R | Failure]:
-            found = attempt(reason, function, rows, [clients[row] for row in rows])
-            if isinstance(found, Failure):
-                return [found] if len(rows) == 1 else [run([row])[0] for row in rows]
-            return found
+            try:
+                # A copy in memory of its own, as on another machine: kernels may round by alignment.
+                return function([clients[row] for row in rows], downloads.rows(torch.tensor(rows)))
+            except Stopped:
+                raise
+            except Exception as error:
+                if len(rows) > 1:
+                    return [run([row])[0] for row in rows]
+                return [Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)]
 
-        groups = group_clients(clients, epochs) if self.stacks else [[row] for row in range(len(clients))]
+        groups = [[row] for row in range(len(clients))]
+        if self.stacks:
+            groups = group_clients(clients, [client.limit_epochs(cohort) if training else 0 for client in clients])
         found: dict[int, R | Failure] = {}
         for rows, outcomes in zip(groups, self._pool.map(run, groups), strict=True):
             found.update(zip(rows, outcomes, strict=True))
@@ -161,19 +150,8 @@ class SimulatedEngine:
         one_thread.__exit__()
 
 
-def attempt(reason: str, function: Callable[..., R], *args: object) -> R | Failure:
-    """Return what a client's function returns, or a failure: one client's is not the others'."""
-    try:
-        return function(*args)
-    except Stopped:
-        raise
-    except Exception as error:
-        return Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)
-
-
-def copy_row(payload: Payload, row: int) -> Payload:
-    """Return one client's payload in memory of its own, as on another machine: kernels may round by alignment."""
-    return payload.rows(row).map(torch.clone)
+def personalize_group(clients: list[Client], downloads: Payload, cohort: Cohort) -> list[Params]:
+    return [client.personalize(downloads.rows(row), cohort) for row, client in enumerate(clients)]
 
 
 def group_clients(clients: list[Client], epochs: list[int]) -> list[list[int]]:
@@ -181,38 +159,33 @@ def group_clients(clients: list[Client], epochs: list[int]) -> list[list[int]]:
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for position, client in enumerate(clients):
         groups[len(client.train.y), len(client.test.y), epochs[position]].append(position)
-    if not clients:
-        return []
-    task, batch_size = clients[0].algorithm.task, clients[0].algorithm.training.batch_size
-    per_example = ACTIVATION_COPIES * count_activations(task, clients[0].test_data()[0][:1])
-    per_model = MODEL_COPIES * sum(value.numel() for value in task.initial().values())
     parts: list[list[int]] = []
+    per_model, per_example = count_numbers(clients[0]) if clients else (0, 0)
     for (train, test, _), positions in groups.items():
         # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
-        batch = max(min(batch_size, train), min(EVALUATION_BATCH, test))
+        batch = max(min(clients[0].algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))
         data = (2 * train + test) * math.prod(clients[0].outline.shape)
         fit = max(1, MEMORY_BOUND // (4 * (data + per_model + batch * per_example)))
         parts += [part.tolist() for part in torch.tensor(positions).tensor_split(-(-len(positions) // fit))]
     return parts
 
 
-def count_activations(task: Task, x: Tensor) -> int:
-    """Return how many numbers the parts of a model put out."""
-    module, outputs = copy_module(task.module).eval(), list[object]()
+def count_numbers(client: Client) -> tuple[int, int]:
+    """Estimate how many numbers a client's training takes for its model, and for each example of a batch."""
+    task, outputs = client.algorithm.task, list[object]()
+    module = copy_module(task.module).eval()
     for part in module.modules():
-        if not list(part.children()):
-            part.register_forward_hook(lambda part, given, output: outputs.append(output))
+        part.register_forward_hook(lambda part, given, output: outputs.append(output))
     with torch.no_grad():
-        module(x)
-    return sum(output.numel() for output in outputs if isinstance(output, Tensor))
+        module(client.prepare(client.test).x[:1])
+    activations = sum(output.numel() for output in outputs if isinstance(output, Tensor))
+    return MODEL_COPIES * sum(value.numel() for value in task.initial().values()), ACTIVATION_COPIES * activations
 
 
 def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) -> list[Outcome]:
     """Train clients of equal size and epochs at once."""
-    data = [
-        client.local_data(cohort, downloads.rows(row), client.limit_epochs(cohort))
-        for row, client in enumerate(clients)
-    ]
+    epochs = clients[0].limit_epochs(cohort)
+    data = [client.local_data(cohort, downloads.rows(row), epochs) for row, client in enumerate(clients)]
     stacked = LocalData(*map(torch.stack, zip(*data, strict=True)))
     states = stack([client.state for client in clients])
     results = vmap(clients[0].algorithm.local_update)(states, downloads, stacked)
@@ -228,7 +201,7 @@ def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) ->
 
 def evaluate_stacked(clients: list[Client], models: Params) -> list[Test]:
     """Test clients of equal size at once."""
-    x, y = map(torch.stack, zip(*(client.test_data() for client in clients), strict=True))
+    x, y = map(torch.stack, zip(*(client.prepare(client.test) for client in clients), strict=True))
     with torch.no_grad():
         correct, loss = vmap(lambda *one: evaluate(clients[0].algorithm.task, *one))(models, x, y)
     return list(zip((correct.double() / y.shape[1]).tolist(), loss.tolist(), strict=True))

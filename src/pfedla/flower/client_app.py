@@ -58,9 +58,8 @@ class Site:
         self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
         examples, recalibrate = self._read_examples(), self.experiment.recalibrate
         engine = EngineSettings(name="threaded", device=str(node.get("device", self.experiment.engine.device)))
-        self.client = make_client(
-            algorithm, self.federation, examples, engine, number=self.number, recalibrate=recalibrate
-        )
+        client = make_client(algorithm, self.federation, examples, engine)
+        self.client = replace(client, number=self.number, recalibrate=recalibrate)
         about = {"client": self.number, "digest": digest_of(*examples), "data": str(self.path or "")}
         if not (self.folder / "site.json").exists():
             self._write_json("site.json", about)

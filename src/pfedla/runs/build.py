@@ -9,7 +9,7 @@ from pfedla.core.contracts import Algorithm, generator
 from pfedla.core.errors import check_affordable, unknown
 from pfedla.core.faults import check_faults
 from pfedla.core.models import MODELS, build_model, model_for
-from pfedla.core.settings import AUTO
+from pfedla.core.settings import AUTO, Section
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data import datasets
@@ -28,7 +28,6 @@ class Built(NamedTuple):
     experiment: Experiment
     federation: Outline  # a Federation where the data are at hand
     algorithm: Algorithm
-    note: str = ""  # what a user should know about what was resolved
     unseen: Federation | None = None  # the clients that join after the last round
 
 
@@ -69,11 +68,7 @@ def build_around(experiment: Experiment, federation: Outline, module: nn.Module 
     method.check(num_clients)
     check_faults(experiment.faults, num_clients, training.local_epochs)
     options = algorithms.resolve_options(section.name, section.options)
-    resolved = {
-        "model": model,
-        "training": training,
-        "algorithm": AlgorithmSection(name=section.name, **options),
-        "engine": resolve_engine(experiment.engine, task.module),
-    }
-    note = method.notice(experiment.rounds * experiment.participation)
-    return Built(experiment.model_copy(update=resolved), federation, method, note)
+    resolved: dict[str, Section | str] = {"model": model, "training": training}
+    resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
+    resolved["engine"] = resolve_engine(experiment.engine, task.module)
+    return Built(experiment.model_copy(update=resolved), federation, method)

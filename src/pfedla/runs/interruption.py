@@ -34,10 +34,10 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            caught = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # the terminal was closed, and there is no nohup
-                caught.append(signal.SIGHUP)
-            self._before = {number: signal.signal(number, self._handle) for number in caught}
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # SIGHUP: the terminal was closed; under nohup it is ignored, and stays so.
+                if number != signal.SIGHUP or signal.getsignal(number) == signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -21,17 +21,16 @@ class Display:
 
     def __init__(self, total_rounds: int, *, quiet: bool = False, log: Path | None = None, hint: str = "") -> None:
         self.log, self.hint = log, hint  # a file that gets every line too; how to continue after a stop
-        self.total, self.done, self.skipped = total_rounds, 0, 0
-        self.label, self.accuracy, self.start = "starting", "…", time.perf_counter()
+        self.total, self.skipped, self.start = total_rounds, 0, time.perf_counter()
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds accuracy {task.fields[accuracy]}")
         is_live = self.console.is_terminal and not quiet
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not is_live)
-        self._task = self.bar.add_task(self.label, total=total_rounds, accuracy=self.accuracy)
+        self.bar.add_task("starting", total=total_rounds, accuracy="…")
+        self._task = self.bar.tasks[0]
 
     def begin(self, name: str, seed: int) -> None:
-        self.label = f"{name}, seed {seed}"
-        self.show(self.done, "…")
+        self.bar.update(self._task.id, description=f"{name}, seed {seed}", accuracy="…")
 
     def say(self, line: str) -> None:
         with suppress(OSError, SystemExit):  # rich's answer to a closed pipe; the run continues without a reader
@@ -43,30 +42,28 @@ class Display:
     def skip(self, rounds: int) -> None:
         """Count rounds that were run before."""
         self.skipped += rounds
-        self.show(self.done + rounds, self.accuracy)
+        self.bar.advance(self._task.id, rounds)
 
-    def show(self, done: int, accuracy: str) -> None:
+    def show(self, done: float, accuracy: str) -> None:
         """Move the bar to a round."""
-        self.done, self.accuracy = done, accuracy
-        self.bar.update(self._task, description=self.label, completed=done, accuracy=accuracy)
+        self.bar.update(self._task.id, completed=done, accuracy=accuracy)
 
     def on_round(self, round: Round) -> None:
+        task, done, accuracy = self._task, self._task.completed + 1, self._task.fields["accuracy"]
         if round.evaluation is not None:
-            self.accuracy = f"{100 * round.evaluation.accuracy.nanmean():.1f} %"
-        self.show(self.done + 1, self.accuracy)
-        if round.evaluation is not None and self.bar.disable:
-            left = (time.perf_counter() - self.start) / (self.done - self.skipped) * (self.total - self.done)
-            self.say(f"{self.label}: round {round.round}, accuracy {self.accuracy}, {left:.0f} s left")
+            accuracy = f"{100 * round.evaluation.accuracy.nanmean():.1f} %"
+            if self.bar.disable:
+                left = (time.perf_counter() - self.start) / (done - self.skipped) * (self.total - done)
+                self.say(f"{task.description}: round {round.round}, accuracy {accuracy}, {left:.0f} s left")
+        self.show(done, accuracy)
         self._say_failures(f"round {round.round}: left out:", round.failures)
         self._say_failures(f"round {round.round}: not evaluated:", round.evaluation_failures)
 
     def _say_failures(self, what: str, failures: Mapping[int, Failure]) -> None:
         """Say why clients failed, but not which did not answer: with many clients that is every round."""
-        by_reason: dict[str, list[int]] = {}
-        for client, failure in failures.items():
-            by_reason.setdefault(failure.reason, []).append(client)
-        by_reason.pop(NO_ANSWER.reason, None)
-        for reason, clients in by_reason.items():
+        reasons = dict.fromkeys(failure.reason for failure in failures.values() if failure.reason != NO_ANSWER.reason)
+        for reason in reasons:
+            clients = [client for client, failure in failures.items() if failure.reason == reason]
             first = failures[clients[0]]
             who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
             detail = f" (client {clients[0]}: {first.detail})" if first.detail else ""
@@ -81,4 +78,5 @@ class Display:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.bar.stop()
         if isinstance(error, (KeyboardInterrupt, Stopped)):
-            self.say(f"stopped after {self.done} of {self.total} rounds{'; ' if self.hint else ''}{self.hint}")
+            hint = f"; {self.hint}" if self.hint else ""
+            self.say(f"stopped after {self._task.completed:.0f} of {self.total} rounds{hint}")

@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pfedla.core.contracts import ClientMetrics, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
 from pfedla.core.rounds import Round, evaluate_all, everyone, finite_mean, in_chunks, run_rounds, summarise, timed
-from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built, build, build_around
-from pfedla.runs.experiment import Experiment, list_settings, nest, overlay
+from pfedla.runs.experiment import Experiment, list_settings, nest
 from pfedla.runs.folder import RUNS, RunFolder, folder_name, fresh_state, number_folder, plan_snapshots, write_alpha
 from pfedla.runs.progress import Display
 from pfedla.runs.result import Simulation, describe_result, write_results
@@ -43,14 +42,14 @@ class Run:
         track: Sequence[str] = (),
     ) -> None:
         self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
-        self.folder, self.stopping = folder, stopping
+        self.folder, self.stopping, self._given_engine = folder, stopping, engine
         self.display, self._is_shown = display or Display(self.experiment.rounds, quiet=True), display is not None
         self.say = self.display.say
         self.trackers = Tracking(track, folder.path, self.say) if folder and track else None
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
         self.simulation: Simulation | None = None  # the same for Python
-        self._given_engine = engine
         self._evaluation: ClientMetrics | None = None  # of the last round
+        self._evaluation_bytes = 0
         num_clients = len(built.federation)
         self._snapshots = plan_snapshots(self.algorithm, num_clients, self.experiment.rounds)
         self.honest = torch.ones(num_clients, dtype=torch.bool)
@@ -60,12 +59,8 @@ class Run:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if self.built.note:
-                self.say(self.built.note)
             if self.folder is not None:
                 stack.enter_context(self.folder)
-                if self.trackers is not None:
-                    stack.enter_context(self.trackers)
                 self.result = self.folder.begin(self.built, self.say)
             if self.result is None:
                 self._start(stack.enter_context(self._given_engine or self._create_engine()))
@@ -73,7 +68,7 @@ class Run:
                 self.display.skip(self.experiment.rounds)
                 self.say(f"the run is finished ({self.experiment.rounds} rounds); more --rounds extend it")
             if self.trackers is not None:
-                self.trackers.begin()
+                stack.enter_context(self.trackers).begin()
             self._stack = stack.pop_all()
         return self
 
@@ -81,15 +76,12 @@ class Run:
         return self._stack.__exit__(*error)
 
     def _create_engine(self) -> AbstractContextManager[Engine]:
-        assert isinstance(self.built.federation, Federation)
-        return SimulatedEngine(
-            self.algorithm,
-            self.built.federation,
-            self.experiment.engine,
-            recalibrate=self.experiment.recalibrate,
-            faults=self.experiment.faults,
-            stopping=self.stopping,
-        )
+        settings, clients = self.experiment, self.built.federation
+        assert isinstance(clients, Federation)
+        known = {"recalibrate": settings.recalibrate, "faults": settings.faults}
+        engine = SimulatedEngine(self.algorithm, clients, settings.engine, **known)
+        engine.stopping = self.stopping
+        return engine
 
     def _start(self, engine: Engine) -> None:
         """Take the state of the last checkpoint, or a fresh one."""
@@ -106,6 +98,8 @@ class Run:
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
         self._check({}, None, {})
+        if note := self.algorithm.notice(experiment.rounds * experiment.participation):
+            self.say(note)
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
         how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
         how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
@@ -135,7 +129,8 @@ class Run:
 
     def _advance(self, round: Round) -> None:
         state = self.state
-        state.round, state.server, self._evaluation = round.round, round.server, round.evaluation
+        state.round, state.server = round.round, round.server
+        self._evaluation, self._evaluation_bytes = round.evaluation, round.evaluation_bytes
         # The last round is always evaluated. A longer run would not have evaluated it out of turn: not counted here.
         out_of_turn = round.round % self.experiment.evaluate_every
         state.traffic = round.traffic.plus(evaluation=-round.evaluation_bytes if out_of_turn else 0)
@@ -153,22 +148,19 @@ class Run:
         if self.folder is not None and round.round in self._snapshots:
             write_alpha(self.folder.path, self.state, self.algorithm.task.layers.names, at_end=False)
         if self.folder is not None and round.evaluation is not None:
-            line = self._describe(round, round.evaluation.accuracy, round.evaluation.loss)
-            self.folder.add_line(line)
+            self.folder.add_line(line := self._describe(round, round.evaluation))
             if self.trackers is not None:
                 self.trackers.log(line)
         if self._is_shown:
             self.display.on_round(round)
 
-    def _describe(self, round: Round, accuracy: Tensor, loss: Tensor) -> dict[str, Any]:
+    def _describe(self, round: Round, evaluation: ClientMetrics) -> dict[str, Any]:
         """Return what rounds.jsonl holds of an evaluated round."""
         retained = zip(self.algorithm.task.layers.names, (~round.sent).sum(0).tolist(), strict=True)
-        summary = summarise(accuracy)
-        del summary["per_client"]
         line: dict[str, Any] = {
             "round": round.round,
-            "accuracy": summary,
-            "loss": finite_mean(loss),
+            "accuracy": summarise(evaluation.accuracy),
+            "loss": finite_mean(evaluation.loss),
             "accuracy_after_training": finite_mean(round.after_training.accuracy),
             "training_loss": finite_mean(round.training_loss),
             "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
@@ -177,10 +169,10 @@ class Run:
             "retained": {layer: count for layer, count in retained if count},
             "failures": self.state.failures,
         }
-        if not self.honest.all():
-            line["honest"] = {"accuracy": summarise(accuracy[self.honest])}
-            del line["honest"]["accuracy"]["per_client"]
-        return line
+        honest = {"accuracy": summarise(evaluation.accuracy[self.honest])}
+        for part in (line, honest):
+            del part["accuracy"]["per_client"]
+        return line if self.honest.all() else line | {"honest": honest}
 
     def _save(self, *, anyway: bool) -> None:
         if self.folder is not None and (anyway or self.folder.checkpoints.is_due(self.state.round)):
@@ -188,11 +180,20 @@ class Run:
 
     def _check(self, failures: Failures, evaluation: ClientMetrics | None, evaluation_failures: Failures) -> None:
         """Give up after too many rounds without a usable upload, or if no personal model could be evaluated."""
-        count, round = self.state.failed_rounds, self.state.round
+        count, what = self.state.failed_rounds, ""
         if count >= self.experiment.uploads.max_failed_rounds:
-            give_up(f"no upload could be used in {count} rounds in a row (uploads.max_failed_rounds)", failures)
-        if evaluation is not None and evaluation_failures and evaluation.accuracy.isnan().all():
-            give_up(f"no personal model could be evaluated in round {round}", evaluation_failures)
+            what = f"no upload could be used in {count} rounds in a row (uploads.max_failed_rounds)"
+        elif evaluation is not None and evaluation_failures and evaluation.accuracy.isnan().all():
+            what, failures = f"no personal model could be evaluated in round {self.state.round}", evaluation_failures
+        if not what:
+            return
+        if not failures:
+            raise GaveUpError(what)
+        client, failure = next(iter(failures.items()))
+        detail = f" ({failure.detail})" if failure.detail else ""
+        if failure.reason == "not finite":
+            detail += "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
+        raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}") from failure.error
 
     def finish(self) -> dict[str, Any]:
         """Write the personal models and the result; return what result.json holds."""
@@ -218,36 +219,23 @@ class Run:
         state, rounds = self.state, self.experiment.rounds
         cohort = everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
         if self._evaluation is None:  # all rounds had been run before
-            self._evaluation, failures, _ = evaluate_all(self.algorithm, self.engine, state.server, cohort)
+            evaluated = evaluate_all(self.algorithm, self.engine, state.server, cohort)
+            self._evaluation, failures, self._evaluation_bytes = evaluated
             self._check({}, self._evaluation, failures)
         models: list[Params] = []
-        num_bytes = 0  # the same as in the evaluation, which `_advance` has not counted if it was out of turn
         for chunk, downloads in in_chunks(self.algorithm, state.server, cohort):
             models += self.engine.personal_models(chunk, downloads)
-            num_bytes += int(payload_bytes(downloads, self.algorithm.task.layers).sum())
+        out_of_turn = rounds % self.experiment.evaluate_every  # not counted by `_advance`
         after_training = [math.nan if value is None else value for value in state.after_training]
         return Simulation(
             algorithm=self.algorithm,
-            accuracy=self._evaluation.accuracy,
-            loss=self._evaluation.loss,
+            **self._evaluation._asdict(),
             accuracy_after_training=torch.tensor(after_training, dtype=torch.float64),
-            traffic=state.traffic.plus(evaluation=num_bytes if rounds % self.experiment.evaluate_every else 0),
-            failures=state.failures,
-            seconds=state.seconds,
+            traffic=state.traffic.plus(evaluation=self._evaluation_bytes if out_of_turn else 0),
             alphas=torch.stack(state.alphas) if state.alphas else None,
-            alpha_rounds=state.alpha_rounds,
             models=models,
+            **state.model_dump(include={"failures", "seconds", "alpha_rounds"}),
         )
-
-
-def give_up(what: str, failures: Failures) -> NoReturn:
-    """End a run; name the first failure."""
-    for client, failure in failures.items():
-        detail = f" ({failure.detail})" if failure.detail else ""
-        if failure.reason == "not finite":
-            detail += "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
-        raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}") from failure.error
-    raise GaveUpError(what)
 
 
 def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
@@ -278,14 +266,13 @@ def simulate(
     algorithm's own options (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every
     round. `progress` shows a progress bar; by default it does so on a terminal.
     """
-    places = {name: place for name, place in list_settings().items() if place.section not in ("data", "faults")}
-    common = {name: value for name, value in settings.items() if name in places}
-    options = {name: value for name, value in settings.items() if name not in places}
-    own = {"algorithm": {"name": algorithm, **options}, "faults": faults or {}}
-    experiment = Experiment.parse(overlay(nest(common), own))
+    known = [name for name, place in list_settings().items() if place.section not in ("data", "faults")]
+    common = {name: settings.pop(name) for name in known if name in settings}
+    own = {"algorithm": {"name": algorithm, **settings}, "faults": faults or {}}
+    experiment = Experiment.parse(nest(common) | own)
     built = build_around(experiment, federation, model)
-    quiet = not (sys.stderr.isatty() if progress is None else progress)
-    with Display(experiment.rounds, quiet=quiet) as display:
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    with Display(experiment.rounds, quiet=not is_shown) as display:
         display.begin(algorithm, experiment.seed)
         with Run(built, display=display) as run:
             for round in run:
