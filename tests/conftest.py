@@ -15,11 +15,10 @@ from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import NO_FAULTS
-from pfedla.core.rounds import Round, everyone, run_rounds
+from pfedla.core.rounds import NO_ANSWER, Accepted, Round, accept, everyone, run_rounds
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
 from pfedla.core.tasks import Task, task_of
 from pfedla.core.training import batch_bounds
-from pfedla.core.uploads import NO_ANSWER, Accepted, accept
 from pfedla.data.datasets import state_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines.simulated import SimulatedEngine

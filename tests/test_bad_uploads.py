@@ -16,8 +16,7 @@ from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
-from pfedla.core.rounds import everyone
-from pfedla.core.uploads import NO_ANSWER, find_too_long, update_norm
+from pfedla.core.rounds import NO_ANSWER, everyone, find_too_long, update_norm
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
 

@@ -25,9 +25,8 @@ from pfedla.algorithms import ALGORITHMS
 from pfedla.core.contracts import Failure, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, Params, mix, take
-from pfedla.core.rounds import Round, everyone, sample_cohort
+from pfedla.core.rounds import Round, everyone, payload_bytes, sample_cohort
 from pfedla.core.tasks import load_tensors
-from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines.client import Client
 

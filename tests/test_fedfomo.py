@@ -14,9 +14,8 @@ from pfedla.algorithms.fedfomo import FedFomo
 from pfedla.algorithms.local import Local
 from pfedla.core.contracts import Cohort, LocalData, Payload, ServerState
 from pfedla.core.layers import stack
-from pfedla.core.rounds import everyone
+from pfedla.core.rounds import everyone, payload_bytes
 from pfedla.core.tasks import task_of
-from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Federation
 
 

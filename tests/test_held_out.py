@@ -15,9 +15,8 @@ from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
 from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
 from pfedla.core.contracts import Algorithm, LocalData, Params, Payload, ServerState
 from pfedla.core.models import build_model
-from pfedla.core.rounds import everyone
+from pfedla.core.rounds import everyone, payload_bytes
 from pfedla.core.tasks import task_of
-from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Federation
 
 UNIFORM = torch.full((6, 2, 6), 1 / 6)

@@ -10,10 +10,9 @@ from pfedla.algorithms import create
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, LocalResult, Params, Payload
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.models import PaperCNN
-from pfedla.core.rounds import everyone
+from pfedla.core.rounds import everyone, payload_bytes
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
-from pfedla.core.uploads import payload_bytes
 from pfedla.data.federation import Federation
 
 COHORT = Cohort(1, 0, torch.arange(2), torch.tensor([1, 3]))

@@ -9,8 +9,8 @@ from torch import nn
 
 from pfedla.algorithms.pfedhn import PFedHN
 from pfedla.core.contracts import Cohort, Payload, ServerState
+from pfedla.core.rounds import payload_bytes
 from pfedla.core.tasks import task_of
-from pfedla.core.uploads import payload_bytes
 
 
 def pfedhn(batch_norm: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> PFedHN:

@@ -46,7 +46,7 @@ def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
 
 
 def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
-    attacks = faults.attackers > 0 and happens(faults.attack_rate, cohort, "attack", client)
+    attacks = happens(faults.attack_rate, cohort, "attack", client)
     return attacks and client in choose_attackers(faults, num_clients, cohort.seed)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
 from pfedla.core.layers import Params
-from pfedla.core.settings import Training
+from pfedla.core.settings import AUTO, Training
 from pfedla.core.tasks import Only, Task, descend
 
 EVALUATION_BATCH = 1024
@@ -52,18 +52,19 @@ def sgd(
     `only` names the parameters that move; `keep_statistics` leaves BatchNorm's statistics as they are;
     `pull` adds pull/2 |parameters - towards|² to the objective, not to the loss that is returned.
     """
+    assert training.lr != AUTO
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
     losses = []
     for x, y in batches(data, training, epochs):
         if only is None and towards is None and not keep_statistics:
-            moving, loss, statistics = task.step(moving, statistics, x, y, training.learning_rate)
+            moving, loss, statistics = task.step(moving, statistics, x, y, training.lr)
         else:
             gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
             statistics = statistics if keep_statistics else updated
             if towards is not None:
                 gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
-            moving = descend(moving, gradients, training.learning_rate)
+            moving = descend(moving, gradients, training.lr)
         losses.append(loss)
     mean = torch.stack(losses).mean() if losses else next(iter(parameters.values())).new_zeros(())
     return {name: value.contiguous() for name, value in {**parameters, **moving, **statistics}.items()}, mean

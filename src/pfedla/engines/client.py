@@ -41,7 +41,8 @@ class Client:
         return self.conclude(result, self.evaluate(result.model), download, cohort)
 
     def limit_epochs(self, cohort: Cohort) -> int:
-        return limit_epochs(self.faults, cohort, self.number, self.algorithm.training.local_epochs)
+        budget = self.algorithm.training.local_epochs
+        return limit_epochs(self.faults, cohort, self.number, budget) if self.faults.stragglers else budget
 
     def conclude(self, result: LocalResult, test: Test, download: Payload, cohort: Cohort) -> Outcome:
         """Return the private state after training and the answer, which an attacker falsifies."""
@@ -49,7 +50,7 @@ class Client:
         if kinds[0] != kinds[1]:
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
         finite, upload = is_finite(result.model) and is_finite(result.client), result.upload.to("cpu")
-        if is_attacking(self.faults, cohort, self.number, len(self.outline)):
+        if self.faults.attackers and is_attacking(self.faults, cohort, self.number, len(self.outline)):
             index = self.algorithm.task.layers.index
             received = {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
             start = {name: value.cpu() for name, value in {**self.state, **received}.items()}

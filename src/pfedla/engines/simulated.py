@@ -18,10 +18,10 @@ from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState,
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.faults import choose_answering
 from pfedla.core.layers import Params, stack, take
+from pfedla.core.rounds import NO_ANSWER
 from pfedla.core.settings import AUTO, EngineSettings
 from pfedla.core.tasks import copy_module
 from pfedla.core.training import EVALUATION_BATCH, evaluate
-from pfedla.core.uploads import NO_ANSWER
 from pfedla.data.federation import Federation
 from pfedla.engines.client import Client, Outcome, Test, keep_freed_memory, make_client, one_thread
 
@@ -68,8 +68,8 @@ class SimulatedEngine:
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
         answers: dict[int, Answer | Failure] = dict.fromkeys(cohort.ids.tolist(), NO_ANSWER)
-        answering = choose_answering(self.faults, cohort)
-        if not answering.all():
+        if self.faults.dropout:
+            answering = choose_answering(self.faults, cohort)
             cohort, downloads = cohort.only(answering), downloads.rows(answering)
 
         def train_group(clients: list[Client], downloads: Payload) -> list[Outcome]:

@@ -14,7 +14,7 @@ from pfedla.core.contracts import Answer, Failure, Params, Payload
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.files import read_plain_array
 from pfedla.core.layers import Layers
-from pfedla.core.uploads import check_answer
+from pfedla.core.rounds import check_answer
 
 HEADER_BYTES = 128
 SLACK, MORE = (2**16, 16)  # bytes and arrays beyond the expected that are still read, to name what is wrong with them

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload
 from pfedla.core.errors import GaveUpError, PfedlaError, shown
-from pfedla.core.uploads import NO_ANSWER
+from pfedla.core.rounds import NO_ANSWER
 from pfedla.data.federation import Outline
 from pfedla.engines.client import one_thread
 from pfedla.flower.codec import CONFIG, decode_answer, encode_payload, measure, read_config, read_numbers

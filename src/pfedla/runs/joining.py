@@ -21,9 +21,8 @@ from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerStat
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_tensors, write_text, write_whole
 from pfedla.core.layers import stack
-from pfedla.core.rounds import Traffic, evaluate_all, summarise
+from pfedla.core.rounds import Traffic, accept, evaluate_all, payload_bytes, summarise
 from pfedla.core.settings import EngineSettings
-from pfedla.core.uploads import accept, payload_bytes
 from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.runs.build import build_around

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from pfedla.core.contracts import Failure
 from pfedla.core.errors import Stopped, is_debugging
-from pfedla.core.rounds import Round
-from pfedla.core.uploads import NO_ANSWER
+from pfedla.core.rounds import NO_ANSWER, Round
 
 
 class Display:

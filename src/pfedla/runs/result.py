@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from pfedla.core.contracts import Algorithm, Params
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import write_tensors
-from pfedla.core.rounds import Traffic, finite_mean, summarise
+from pfedla.core.rounds import NO_ANSWER, Traffic, finite_mean, summarise
 from pfedla.core.tasks import load_tensors
-from pfedla.core.uploads import NO_ANSWER
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
 from pfedla.runs.folder import FORMAT, RESULT, RunFolder, write_alpha
