@@ -1,8 +1,6 @@
-"""APFL: every client mixes a model of its own with the global one; the share of its own may be learned.
+"""APFL: Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
 
-Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
-Names: α_i `mixing`, v_i the tensors under "personal/", w_i starts as the `download`; v̄_i = α_i v_i + (1-α_i) w_i
-is `interpolate`; w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i), α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩.
+v̄_i = α_i v_i + (1-α_i) w_i; w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i), α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩.
 Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 """
 

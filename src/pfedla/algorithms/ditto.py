@@ -1,7 +1,5 @@
-"""Ditto: FedAvg's global model, and beside it a personal model per client that is pulled towards it.
+"""Ditto: Li et al., "Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
 
-Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
-Names: w is the `download`, λ `penalty`, v_k the unprefixed tensors of the client state;
 v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) is `sgd` with towards=w, pull=λ.
 Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 """
@@ -24,7 +22,7 @@ class Ditto(PartialFedAvg):
 
     def check(self, num_clients: int) -> None:
         resolve_epochs("personal_epochs", self.personal_epochs, self.training)
-        check_pull("penalty", self.penalty, self.training.learning_rate)
+        check_pull(self.penalty, self.training.learning_rate)
 
     def init_client(self) -> ClientState:
         return self.task.initial() | add_prefix(GLOBAL, super().init_client())

@@ -1,7 +1,5 @@
-"""FedALA: FedAvg, but a client starts from a learned element-wise mix of its own model and the global one.
+"""FedALA: Zhang et al., "Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
 
-Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
-Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_i those under "weight/"; the start
 Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `start`, W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
 """
 
@@ -14,9 +12,9 @@ from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_layers, s
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.core.layers import finite_or
 from pfedla.core.settings import Natural, Rate
-from pfedla.core.training import batches, sgd
+from pfedla.core.training import batches
 
-WEIGHT = "weight/"
+WEIGHT = "weight/"  # before the name of a parameter: W_i's
 
 
 class FedALA(PartialFedAvg):
@@ -37,9 +35,9 @@ class FedALA(PartialFedAvg):
         check_layers("adaptive_layers", self.adaptive_layers, self)
 
     def init_client(self) -> ClientState:
-        layers = self.task.layers
-        first = len(layers) - self.adaptive_layers
-        own = {name: v for name, v in self.share(self.task.initial()).items() if layers.index[name] >= first}
+        layers, initial = self.task.layers, self.share(self.task.initial())
+        mixed = range(len(layers) - self.adaptive_layers, len(layers))
+        own = {name: value for name, value in initial.items() if layers.index[name] in mixed}
         return {**own, **super().init_client(), **{WEIGHT + name: torch.ones_like(v) for name, v in own.items()}}
 
     def start(self, client: ClientState, download: Payload) -> Params:
@@ -67,10 +65,7 @@ class FedALA(PartialFedAvg):
         return {name: torch.where(data.has_trained, value, client[name]) for name, value in fitted.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        fitted = self._fit(client, download, data)
-        model, loss = sgd(self.task, self.start(fitted, download), data, self.training)
-        state = {name: model.get(name, value) for name, value in fitted.items()}
-        return LocalResult(state, Payload(self.share(model), download.sent), model=model, loss=loss)
+        return super().local_update(self._fit(client, download, data), download, data)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         """Return Θ̂_i from which the client would train now, its weights fitted to the model it received."""

@@ -1,8 +1,7 @@
-"""FedAMP: every client gets a mean of all clients' models in which those near its own weigh more.
+"""FedAMP: Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1.
 
-Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1.
-Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`; u_i = Σ_j ξ_ij w_j is `download`,
-ξ_ij = α_k A'(|w_i - w_j|²) is `weigh`, min f_i(w) + λ/(2α_k) |w - u_i|² is `train`.
+`download`: u_i = Σ_j ξ_ij w_j; `weigh`: ξ_ij = α_k A'(|w_i - w_j|²) with A(x) = 1 - exp(-x/σ);
+`train`: min f_i(w) + λ/(2α_k) |w - u_i|².
 Departs from the paper: that minimum is approached by the local budget of SGD from u_i, not found.
 """
 

@@ -1,8 +1,6 @@
-"""FedAvg: one global model, the mean of the clients' trained models weighted by their number of examples.
+"""FedAvg: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
-Both sides are `PartialFedAvg` without private layers. BatchNorm's running mean and variance are averaged like
-parameters; its integer counter is copied. `fedavg-ft`, a usual second baseline, differs only in the deployed model.
+BatchNorm's running mean and variance are averaged like parameters; its integer counter is copied.
 """
 
 from pfedla.algorithms.partial import PartialFedAvg, resolve_epochs

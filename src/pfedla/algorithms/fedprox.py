@@ -1,7 +1,6 @@
-"""FedProx: FedAvg whose local training is held near the global model by a quadratic penalty.
+"""FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2.
 
-Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2.
-Names: μ `penalty`; min f_i(w) + μ/2 |w - w_global|² is `sgd` with towards=w_global, pull=μ.
+Its min f_i(w) + μ/2 |w - w_global|² is `sgd` with towards=w_global, pull=μ.
 """
 
 from pfedla.algorithms.partial import PartialFedAvg

@@ -12,16 +12,13 @@ from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, Loc
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.layers import Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
-from pfedla.core.training import keep_and_send, sgd
+from pfedla.core.training import sgd
 
 Trained = tuple[Params, Tensor]  # a model and the mean loss of its training
 
 
 class PartialFedAvg(Algorithm):
-    """FedAvg on the layers that are not private. A method names the private ones or trains in its own way.
-
-    The private layers and the statistics are the client's state; everything else travels and is averaged.
-    """
+    """FedAvg on the layers that are not private: these, and the statistics, are the client's state."""
 
     cannot_join = ""  # an unseen client gets the shared layers and trains what is private
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
@@ -31,14 +28,13 @@ class PartialFedAvg(Algorithm):
 
     def check(self, num_clients: int) -> None:
         self.private_layers()  # raises if the model does not have them
-        check_pull("penalty", self.pull(), self.training.learning_rate)
+        check_pull(self.pull(), self.training.learning_rate)
 
     def share(self, tensors: Params) -> Params:
         """Return the tensors that travel."""
         layers, private = self.task.layers, self.private_layers()
-        kept = {name for name in tensors if layers.index[name] in private}
-        kept |= set() if self.sends_statistics else layers.statistics
-        return {name: value for name, value in tensors.items() if name not in kept}
+        sent = tensors if self.sends_statistics else layers.parameters(tensors)
+        return {name: value for name, value in sent.items() if layers.index[name] not in private}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"model": self.share(self.task.initial())}
@@ -68,8 +64,10 @@ class PartialFedAvg(Algorithm):
         return sgd(self.task, start, data, self.training, towards=received if pull else None, pull=pull)
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        trained = self.train(self.start(client, download), download.tensors, data)
-        return keep_and_send(client, self.upload_like(download), *trained)
+        model, loss = self.train(self.start(client, download), download.tensors, data)
+        kept = {name: model.get(name, value) for name, value in client.items()}
+        names, sent, _ = self.upload_like(download)
+        return LocalResult(kept, Payload({name: model[name] for name in names}, sent), model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self.start(client, download)
@@ -138,10 +136,10 @@ def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range
     return range(budget if epochs == "auto" else epochs)
 
 
-def check_pull(option: str, pull: float, lr: float, rate: str = "the learning rate", below: int = 1) -> None:
-    """Refuse a pull with which every step would throw the model past the one that it is pulled to."""
-    if lr * pull >= below:
-        raise PfedlaError(f"{option} = {pull:g} times {rate} = {lr:g} should be below {below}; lower it")
+def check_pull(penalty: float, lr: float, rate: str = "the learning rate", below: int = 1) -> None:
+    """Refuse a penalty with which every step would throw the model past the one that it is pulled to."""
+    if lr * penalty >= below:
+        raise PfedlaError(f"penalty = {penalty:g} times {rate} = {lr:g} should be below {below}; lower it")
 
 
 def check_layers(option: str, count: int, method: Algorithm) -> None:

@@ -1,8 +1,7 @@
 """pFedLA and HeurpFedLA: every client's model is a layer-wise mix of all models, with learned weights.
 
 Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, Algorithms 1 and 2.
-Where the equations are: Eq. 4 `LayerWeightHypernetwork.alpha`, Eq. 5-6 `mix` in core/layers.py, Eq. 10-11
-`layer_gradient` and `LayerWeightHypernetwork.step`, Eq. 12 `sent_layers`.
+Eq. 4 is `alpha` of the hypernetwork, Eq. 5-6 `mix`, Eq. 10-11 `layer_gradient` and `step`, Eq. 12 `sent_layers`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pfedla.algorithms.partial import check_layers, draw_linears
 from pfedla.algorithms.similarity import MixedModels
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, take
+from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, stack, take
 from pfedla.core.settings import Natural, Positive, Rate
 
 WIDTH = 100  # of the embedding and of the trunk's layers
@@ -62,9 +61,9 @@ class LayerWeightHypernetwork:
         heads = {name: torch.from_numpy(np.zeros(size, np.float32)) for name, size in zeros.items()}
         if self.compact:
             return heads
-        one = {"embedding": torch.randn(WIDTH, generator=generator)}
-        one |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
-        return {name: value.expand(num_clients, *value.shape).clone() for name, value in one.items()} | heads
+        body = {"embedding": torch.randn(WIDTH, generator=generator)}
+        body |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
+        return stack([body] * num_clients) | heads
 
     def alpha(self, tensors: Params) -> Tensor:
         """Return the weights [clients, layers, senders]."""
@@ -154,16 +153,15 @@ class LearnedMix(MixedModels):
 
     @property
     def num_retained(self) -> int:
-        """How many layers a client retains: the option `retained_layers` of a method that has it."""
-        return getattr(self, "retained_layers", 0)
+        return getattr(self, "retained_layers", 0)  # the option of a method that has it
 
     def check(self, num_clients: int) -> None:
         check_layers("retained_layers", self.num_retained, self)
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f"neighbours = {self.neighbours}, but there are {num_clients} clients; use fewer")
-        numbers, compact = self._network(num_clients).num_parameters, len(self.task.layers) * num_clients
-        what, instead = f"the hypernetworks of {num_clients} clients", 'hypernetwork = "compact"'
-        check_affordable(what, num_clients * numbers, instead, num_clients * compact)
+        what, numbers = f"the hypernetworks of {num_clients} clients", self._network(num_clients).num_parameters
+        compact = num_clients * len(self.task.layers) * num_clients
+        check_affordable(what, num_clients * numbers, 'hypernetwork = "compact"', compact)
 
     def _network(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(num_clients, len(self.task.layers), compact=self.hypernetwork == "compact")

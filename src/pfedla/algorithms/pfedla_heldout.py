@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
-from pfedla.core.layers import Layers, Params, num_clients, rows_of, take
+from pfedla.core.layers import Layers, Params, num_clients, rows_of, stack, take
 from pfedla.core.settings import Natural, Positive
 
 HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples
@@ -102,13 +102,14 @@ class PFedLAHeldOut(LearnedMix):
         if HASH not in download.extras:
             return result
         start, extras = self.start(client, download), {}
-        gradient = {name: torch.zeros_like(value) for name, value in layers.parameters(start).items()}
+        parameters, statistics = layers.parameters(start), layers.only_statistics(start)
+        gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
         if len(data.held_out_y) >= 2:  # else too few for BatchNorm
-            held_out = data.held_out_x, data.held_out_y
-            gradient = self.task.gradient(layers.parameters(start), layers.only_statistics(start), *held_out)[0]
-        rows = {name: value.unsqueeze(0) for name, value in gradient.items()}
+            gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
         for layer, (name, constants) in enumerate(zip(layers.names, download.extras[HASH], strict=True)):
-            extras[GRADIENT + name] = count_sketch(layer_rows(rows, layers, layer), constants, self.sketch)[0]
+            extras[GRADIENT + name] = count_sketch(
+                layer_rows(stack([gradient]), layers, layer), constants, self.sketch
+            )[0]
         return result._replace(upload=result.upload._replace(extras=extras))
 
 

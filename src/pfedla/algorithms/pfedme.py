@@ -1,8 +1,6 @@
-"""pFedMe: every client has a model of its own that is held near a common one by a quadratic penalty.
+"""pFedMe: min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|², where ∇F_i(w) = λ(w - θ).
 
-T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1:
-min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|². In `local_update` the inner problem is the loop over
-`inner_steps`, ∇F_i(w) = λ(w - θ) the step after it.
+T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1.
 """
 
 from itertools import islice
@@ -35,8 +33,8 @@ class PFedMe(PartialFedAvg):
     """Whether a client makes as many gradient steps as in other methods, or else K times as many."""
 
     def check(self, num_clients: int) -> None:
-        check_pull("penalty", self.penalty, self.eta, rate="eta")  # w_i would jump past θ
-        check_pull("penalty", self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
+        check_pull(self.penalty, self.eta, rate="eta")  # w_i would jump past θ
+        check_pull(self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: weighted by the number of examples; the paper takes the plain mean.

@@ -1,8 +1,7 @@
-"""Aggregation weighted by similarity, per layer or per whole model: the toy in Fig. 1 of the pFedLA paper.
+"""Aggregation weighted by similarity, per layer or per whole model: the toy in Fig. 1 of the pFedLA paper (CVPR 2022).
 
-Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, introduction.
-The weights are computed, not learned: alpha[i, layer, j] is the cosine similarity of the parameters of
-clients i and j, cut at zero, each row divided by its sum.
+The weights are computed, not learned: alpha[i, layer, j] is the cosine similarity of the parameters of clients i and j,
+cut at zero, each row divided by its sum.
 """
 
 from abc import abstractmethod
