@@ -1,7 +1,4 @@
-"""FedFomo: Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, section 3.
-
-`_weigh`: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i|; `_mix`: θ_i += Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i).
-"""
+"""FedFomo: Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, sec. 3."""
 
 from typing import Annotated, Literal
 
@@ -77,7 +74,7 @@ class FedFomo(KeptModels):
         return initial | (add_prefix(START, self.share(initial)) if self.reference == "start" else {})
 
     def _weigh(self, reference: Params, candidates: Params, data: LocalData) -> Tensor:
-        """Return signed weights: how far each candidate lowers the held-out loss, per distance to it."""
+        """Return w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i|: how far candidates lower the held-out loss, per distance."""
         count, held_out = len(next(iter(candidates.values()))), (data.held_out_x, data.held_out_y)
         if not count or not len(data.held_out_y):  # a client of few examples holds none out and cannot judge
             return torch.zeros(count, device=data.x.device)
@@ -87,13 +84,12 @@ class FedFomo(KeptModels):
         gaps = [rows_of(value - reference[name]).square() for name, value in candidates.items()]
         distance = torch.stack([gap.sum(1, dtype=falls.dtype) for gap in gaps], 1).sum(1).sqrt()
         weights = falls / torch.where(distance > 0, distance, 1.0)
-        sound = (distance > 0) & weights.isfinite()
-        if self.task.layers.statistics:  # a client that never trained has none to judge with
-            sound = sound & data.has_trained
-        return torch.where(sound, weights, 0.0)
+        # A client that never trained has no statistics to judge with.
+        able = data.has_trained if self.task.layers.statistics else True
+        return torch.where((distance > 0) & weights.isfinite() & able, weights, 0.0)
 
     def _mix(self, client: ClientState, download: Payload, data: LocalData) -> tuple[Params, Tensor]:
-        """Return the reference moved to the candidates that help, and the received ones' signed weights."""
+        """Return θ_i + Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i), and the w_n of the received candidates."""
         candidates = strip_prefix(PREFIX, download.extras)
         reference = {name: value for name, value in client.items() if not name.startswith(START)}
         if self.reference == "start":

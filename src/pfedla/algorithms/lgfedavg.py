@@ -1,4 +1,4 @@
-"""LG-FedAvg: Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations"."""
+"""Liang et al., 2020, "Think Locally, Act Globally: Federated Learning with Local and Global Representations"."""
 
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.errors import NotApplicableError

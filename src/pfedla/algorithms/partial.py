@@ -1,7 +1,5 @@
 """FedAvg on some of the layers, the base of many methods, and what these methods share."""
 
-import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -10,7 +8,7 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
+from pfedla.core.layers import Layers, Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import sgd
 
@@ -56,8 +54,7 @@ class PartialFedAvg(Algorithm):
         return download.tensors | client | download.tensors  # in the order of the model
 
     def pull(self) -> float:
-        """Return how strongly training is pulled towards the received model."""
-        return 0.0
+        return 0.0  # how strongly training is pulled towards the received model
 
     def train(self, start: Params, received: Params, data: LocalData) -> Trained:
         pull = self.pull()
@@ -81,10 +78,9 @@ class PrivateByName(PartialFedAvg):
 
     def private_layers(self) -> list[int]:
         layers, private = self.task.layers, self.private
-        if private == "head":
-            found = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)][-1:]
-        else:
-            found = layers.positions(name.strip() for name in private.split(",") if name.strip())
+        linears = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)]
+        names = [name.strip() for name in private.split(",") if name.strip()]
+        found = linears[-1:] if private == "head" else layers.positions(names)
         if len(set(found)) == len(layers) or (private == "head" and not found):
             problem = "is the whole model" if found else "is the last Linear layer, and the model has none"
             raise NotApplicableError(f'private = "{private}" {problem}')
@@ -102,8 +98,7 @@ class KeptModels(PartialFedAvg):
         return {group: into_corner_(larger[group], part) for group, part in server.items()}
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        # What a client was not sent is its own, which it uploaded last.
-        return vmap(self.start)(take(server["models"], cohort.ids), downloads)
+        return vmap(self.start)(take(server["models"], cohort.ids), downloads)  # what it was not sent, it uploaded
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
@@ -119,12 +114,12 @@ def strip_prefix(prefix: str, tensors: Params) -> Params:
     return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
 
 
-def draw_linears(sizes: Mapping[str, tuple[int, int]], draws: torch.Generator) -> Params:
+def draw_linears(sizes: dict[str, tuple[int, int]], draws: torch.Generator) -> Params:
     """Draw Linear layers as torch does; the sizes are of inputs and outputs."""
     drawn = {}
     for name, (inputs, outputs) in sizes.items():
         for part, shape in {"weight": (outputs, inputs), "bias": (outputs,)}.items():
-            drawn[f"{name}.{part}"] = 1 / math.sqrt(inputs) * (2 * torch.rand(shape, generator=draws) - 1)
+            drawn[f"{name}.{part}"] = 1 / inputs**0.5 * (2 * torch.rand(shape, generator=draws) - 1)
     return drawn
 
 
@@ -142,7 +137,6 @@ def check_pull(penalty: float, lr: float, rate: str = "the learning rate", below
         raise PfedlaError(f"penalty = {penalty:g} times {rate} = {lr:g} should be below {below}; lower it")
 
 
-def check_layers(option: str, count: int, method: Algorithm) -> None:
-    layers = method.task.layers
+def check_layers(option: str, count: int, layers: Layers) -> None:
     if count > len(layers):
         raise NotApplicableError(f"{option} = {count}, but the model has {len(layers)}: {', '.join(layers.names)}")

@@ -1,8 +1,4 @@
-"""Per-FedAvg: min_w Σ f_i(w - α ∇f_i(w)), with the gradient (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D').
-
-Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, Algorithm 1.
-"""
+"""Per-FedAvg: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020, Alg. 1."""
 
 import torch
 from torch import Tensor
@@ -43,12 +39,12 @@ class PerFedAvg(PartialFedAvg):
         norm = torch.stack([value.float().square().sum() for value in direction.values()]).sum().sqrt()
         # Departs from the paper: it moves w by δg, which is far away for a large g; here by δ at most.
         step = self.delta / norm.clamp(min=1)
-        moves = {name: step.to(value.dtype) * value for name, value in direction.items()}
-        moved = ({name: v + sign * moves[name] for name, v in w.items()} for sign in (1, -1))
+        moved = ({n: v + sign * (step.to(v.dtype) * direction[n]) for n, v in w.items()} for sign in (1, -1))
         ahead, behind = (self.task.gradient(there, statistics, *batch)[0] for there in moved)
         return {name: (v - behind[name]) / (2 * step).to(v.dtype) for name, v in ahead.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """Minimise f_i(w - α ∇f_i(w)); its gradient is (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D')."""
         beta = self.training.learning_rate if self.beta == "auto" else self.beta
         parameters, statistics, losses = download.tensors, client, []
         for epoch in range(len(data.order)):

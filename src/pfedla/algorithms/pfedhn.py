@@ -1,9 +1,5 @@
-"""pFedHN: Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1.
+"""pFedHN: Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1."""
 
-θ_i = h(v_i; φ) is `generate`; `aggregate` moves down (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i), with θ̃_i the trained weights.
-"""
-
-import math
 from typing import Annotated
 
 import torch
@@ -38,9 +34,8 @@ class PFedHN(PartialFedAvg):
 
     def check(self, num_clients: int) -> None:
         sizes = self._sizes(num_clients)
-        embeddings = num_clients * sizes["trunk0"][0]
-        linears = sum((inputs + 1) * outputs for inputs, outputs in sizes.values())
-        check_affordable(f"hidden_size = {self.hidden_size}", 2 * (embeddings + linears))  # twice: their momentum
+        numbers = num_clients * sizes["trunk0"][0] + sum((inputs + 1) * outputs for inputs, outputs in sizes.values())
+        check_affordable(f"hidden_size = {self.hidden_size}", 2 * numbers)  # as many again are the momentum
 
     def _sizes(self, num_clients: int) -> dict[str, tuple[int, int]]:
         """Return the inputs and outputs of the hypernetwork's Linear layers."""
@@ -69,8 +64,10 @@ class PFedHN(PartialFedAvg):
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the
-        # other, in their order, each along the gradient at the snapshot that wrote its weights.
-        back = {name: value - uploads.tensors[name] for name, value in downloads.tensors.items()}  # θ_i - θ̃_i
+        # other, in their order, each along the gradient (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i) at the snapshot that wrote θ_i.
+        back = {
+            name: value - uploads.tensors[name] for name, value in downloads.tensors.items()
+        }  # θ_i - θ̃_i, the trained
         after = {group: {name: v.clone() for name, v in part.items()} for group, part in server.items()}
         for row, client in enumerate(cohort.ids.tolist()):  # a gradient is as large as the hypernetwork
             embedding, way = server["embeddings"][EMBEDDING][client], take(back, row)
@@ -80,10 +77,10 @@ class PFedHN(PartialFedAvg):
 
     def _descend(self, state: ServerState, client: int, gradient: Params) -> None:
         """Take one step of SGD in `state`, in place: clip, weight decay, momentum, as torch.optim.SGD."""
-        norm = float(torch.stack([torch.linalg.vector_norm(value) for value in gradient.values()]).norm())
-        if not math.isfinite(norm):
+        norm = torch.stack([torch.linalg.vector_norm(value) for value in gradient.values()]).norm()
+        if not norm.isfinite():
             return  # a finite but huge upload can overflow it; such a step is not taken
-        scale = min(1.0, self.clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
+        scale = min(1.0, self.clip / (norm.item() + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         # Departs from the paper: its code moves every embedding in every step; here an absent client's stays.
         moving = {**state["network"], EMBEDDING: state["embeddings"][EMBEDDING][client]}
         momenta = {**state["momentum"], EMBEDDING: state["momentum"][EMBEDDING][client]}
@@ -93,7 +90,7 @@ class PFedHN(PartialFedAvg):
 
 
 def generate(network: Params, embedding: Tensor, like: Params) -> Params:
-    """Return one client's weights: a trunk with ReLU between its layers, one linear head per tensor of `like`."""
+    """Return θ_i = h(v_i; φ): a trunk with ReLU between its layers, one linear head per tensor of `like`."""
     hidden = F.linear(embedding, network["trunk0.weight"], network["trunk0.bias"])
     for depth in range(1, TRUNK_DEPTH):
         hidden = F.linear(hidden.relu(), network[f"trunk{depth}.weight"], network[f"trunk{depth}.bias"])
