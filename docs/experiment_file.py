@@ -90,7 +90,7 @@ def tabulate(model: type[BaseModel], place: str = "") -> str:
 def describe_method(name: str) -> str:
     kind = ALGORITHMS[name]
     title = f"\n### {name}\n\n[{kind.summary}](algorithms/{PAGES.get(name, name)}.md)"
-    model = options_model(kind)
+    model = options_model(name)
     return f"{title}.\n\n{tabulate(model)}" if model.model_fields else f"{title}; no options."
 
 

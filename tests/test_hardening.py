@@ -117,14 +117,17 @@ def test_sizes_are_known_before_anything_is_made(monkeypatch: pytest.MonkeyPatch
     with at_most(GIBIBYTE), pytest.raises(PfedlaError, match="hidden_size"):
         create("pfedhn", task, budget(0.1, 1, 8), {"hidden_size": 10_000}).check(10**6)
     small = create("pfedhn", task, budget(0.1, 1, 8))
-    server = small.init_server(7, 0)
-    numbers = [value.numel() for group in ("embeddings", "network", "momentum") for value in server[group].values()]
-    assert sum(numbers) == small.hypernetwork_numbers(7)
+    numbers = sum(value.numel() for group in small.init_server(7, 0).values() for value in group.values())
     experiment = Experiment.parse({"algorithm": {"name": "fedavg"}})
     size = 4 * sum(build(experiment).algorithm.task.layers.num_parameters)
     monkeypatch.setattr(errors, "AFFORDABLE", 10 * size - 1)
     with pytest.raises(PfedlaError, match="10 clients"):
         build(experiment)
+    monkeypatch.setattr(errors, "AFFORDABLE", 4 * numbers)
+    small.check(7)
+    monkeypatch.setattr(errors, "AFFORDABLE", 4 * numbers - 1)
+    with pytest.raises(PfedlaError, match="hidden_size"):
+        small.check(7)
 
 
 @pytest.fixture(scope="module")

@@ -21,27 +21,23 @@ for module in MODULES.split():
             ALGORITHMS[kind.name] = kind
 
 
-def find(name: str) -> type[Algorithm]:
+@cache
+def options_model(name: str) -> type[BaseModel]:
+    """Return the hyper-parameters of an algorithm: their types, bounds, defaults and descriptions."""
     if name not in ALGORITHMS:
         raise unknown("algorithm", name, ALGORITHMS)
-    return ALGORITHMS[name]
-
-
-@cache
-def options_model(kind: type[Algorithm]) -> type[BaseModel]:
-    """Return the hyper-parameters of an algorithm: their types, bounds, defaults and descriptions."""
-    fields = {name: field for name, field in kind.model_fields.items() if name not in Algorithm.model_fields}
-    own: dict[str, Any] = {name: (field.rebuild_annotation(), field) for name, field in fields.items()}
-    return create_model(kind.__name__, __config__=ConfigDict(extra="forbid", strict=True), **own)
+    fields = {key: field for key, field in ALGORITHMS[name].model_fields.items() if key not in Algorithm.model_fields}
+    own: dict[str, Any] = {key: (field.rebuild_annotation(), field) for key, field in fields.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **own)
 
 
 def default_options(name: str) -> dict[str, Any]:
-    return {key: field.default for key, field in options_model(find(name)).model_fields.items()}
+    return {key: field.default for key, field in options_model(name).model_fields.items()}
 
 
 def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
     """Return all options of an algorithm: the given ones, checked, and the defaults of the others."""
-    model = options_model(find(name))
+    model = options_model(name)
     try:
         return model.model_validate(dict(options)).model_dump()
     except ValidationError as error:
@@ -60,4 +56,5 @@ def check_joining(method: Algorithm) -> None:
 
 
 def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:
-    return find(name)(task=task, training=training, **resolve_options(name, options or {}))
+    resolved = resolve_options(name, options or {})
+    return ALGORITHMS[name](task=task, training=training, **resolved)

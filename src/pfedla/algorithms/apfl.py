@@ -1,10 +1,4 @@
-"""APFL: every client mixes a model of its own with the global one; the share of its own may be learned.
-
-Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
-Names: α_i `mixing`, v_i the tensors under "personal/", w_i starts as the `download`; v̄_i = α_i v_i + (1-α_i) w_i
-is `interpolate`; w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i), α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩.
-Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
-"""
+"""APFL: Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1."""
 
 import torch
 from torch import Tensor
@@ -19,6 +13,7 @@ PERSONAL = "personal/"  # before the names of v_i's parameters and of the mixed 
 MIXING = "apfl/mixing"
 
 
+# Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 class APFL(PartialFedAvg):
     name = "apfl"
     summary = "a mix of one's own model and the global one"
@@ -35,6 +30,7 @@ class APFL(PartialFedAvg):
         return {**super().init_client(), **add_prefix(PERSONAL, initial), MIXING: share}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """Take w_i ← w_i - η∇f(w_i), v_i ← v_i - ηα_i∇f(v̄_i) and, once, α_i ← α_i - η⟨v_i - w_i, ∇f(v̄_i)⟩."""
         layers, lr = self.task.layers, self.training.learning_rate
         personal, shared, share = strip_prefix(PERSONAL, client), download.tensors, client[MIXING]
         own, own_statistics = layers.parameters(personal), layers.only_statistics(personal)
@@ -61,5 +57,5 @@ class APFL(PartialFedAvg):
 
 
 def interpolate(share: Tensor, own: Params, shared: Params) -> Params:
-    # lerp is exact at both ends: α = 0 is w_i and α = 1 is v_i, bit for bit.
+    """Return v̄_i = α_i v_i + (1-α_i) w_i. lerp is exact at both ends: α = 0 is w_i, α = 1 is v_i, bit for bit."""
     return {name: torch.lerp(value, own[name], share.to(value.dtype)) for name, value in shared.items()}

@@ -1,10 +1,4 @@
-"""Ditto: FedAvg's global model, and beside it a personal model per client that is pulled towards it.
-
-Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
-Names: w is the `download`, λ `penalty`, v_k the unprefixed tensors of the client state;
-v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) is `sgd` with towards=w, pull=λ.
-Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
-"""
+"""Ditto: Li et al., "Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1."""
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, resolve_epochs, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
@@ -14,6 +8,7 @@ from pfedla.core.training import sgd
 GLOBAL = "global/"  # before the names of the statistics that belong to w; v_k has its own
 
 
+# Departs from the paper: the server's mean is FedAvg's, weighted by n_i; Algorithm 1 takes the plain mean.
 class Ditto(PartialFedAvg):
     name = "ditto"
     summary = "FedAvg, and a model of one's own pulled towards it"
@@ -24,7 +19,7 @@ class Ditto(PartialFedAvg):
 
     def check(self, num_clients: int) -> None:
         resolve_epochs("personal_epochs", self.personal_epochs, self.training)
-        check_pull("penalty", self.penalty, self.training.learning_rate)
+        check_pull(self.penalty, self.training.learning_rate)
 
     def init_client(self) -> ClientState:
         return self.task.initial() | add_prefix(GLOBAL, super().init_client())
@@ -34,7 +29,7 @@ class Ditto(PartialFedAvg):
         trained, _ = sgd(self.task, {**w, **statistics}, data, self.training)
         epochs = resolve_epochs("personal_epochs", self.personal_epochs, self.training)
         own = self.personalize(client, download, data)
-        # Towards the w that was received, not the one just trained: Algorithm 1 reads w^t in both updates.
+        # v_k ← v_k - η(∇f_k(v_k) + λ(v_k - w)) with the w that was received: Algorithm 1 reads w^t in both updates.
         own, loss = sgd(self.task, own, data, self.training, epochs=epochs, towards=w, pull=self.penalty)
         state = own | add_prefix(GLOBAL, {name: trained[name] for name in statistics})
         return LocalResult(state, Payload(self.share(trained), download.sent), model=own, loss=loss)

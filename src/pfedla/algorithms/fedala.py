@@ -1,9 +1,4 @@
-"""FedALA: FedAvg, but a client starts from a learned element-wise mix of its own model and the global one.
-
-Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
-Names: Θ is the `download`, Θ_i the unprefixed tensors of the client state, W_i those under "weight/"; the start
-Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i is `start`, W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1) is `_fit`.
-"""
+"""FedALA: Zhang et al., "Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023."""
 
 from typing import Annotated
 
@@ -14,9 +9,9 @@ from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_layers, s
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.core.layers import finite_or
 from pfedla.core.settings import Natural, Rate
-from pfedla.core.training import batches, sgd
+from pfedla.core.training import batches
 
-WEIGHT = "weight/"
+WEIGHT = "weight/"  # before the name of a parameter: W_i's
 
 
 class FedALA(PartialFedAvg):
@@ -34,45 +29,39 @@ class FedALA(PartialFedAvg):
     """Epochs over the sample in which the weights are learned, in every round."""
 
     def check(self, num_clients: int) -> None:
-        check_layers("adaptive_layers", self.adaptive_layers, self)
+        check_layers("adaptive_layers", self.adaptive_layers, self.task.layers)
 
     def init_client(self) -> ClientState:
-        layers = self.task.layers
-        first = len(layers) - self.adaptive_layers
-        own = {name: v for name, v in self.share(self.task.initial()).items() if layers.index[name] >= first}
+        layers, initial = self.task.layers, self.share(self.task.initial())
+        mixed = range(len(layers) - self.adaptive_layers, len(layers))
+        own = {name: value for name, value in initial.items() if layers.index[name] in mixed}
         return {**own, **super().init_client(), **{WEIGHT + name: torch.ones_like(v) for name, v in own.items()}}
 
     def start(self, client: ClientState, download: Payload) -> Params:
-        # lerp is exact at both ends: a weight of 1 is the global number, bit for bit.
+        """Return Θ̂_i = Θ_i + (Θ - Θ_i) ⊙ W_i. lerp is exact at both ends: a weight of 1 is Θ, bit for bit."""
         shared, weights = download.tensors, strip_prefix(WEIGHT, client)
         mixed = {name: torch.lerp(client[name], shared[name], weight) for name, weight in weights.items()}
         return {**shared, **mixed, **self.task.layers.only_statistics(client)}
 
     def _fit(self, client: ClientState, download: Payload, data: LocalData) -> ClientState:
-        """Return the client's state with weights learned on a sample of the data; the models stay fixed."""
+        """Return the state with W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1), learned on a sample of the data."""
         # The first examples of a drawn order are a random sample; BatchNorm needs two.
         count = max(2, int(self.sample_share * data.order.shape[1]))
-        crops = data.crops[:1, :count] if self.training.augment else data.crops
-        sample = data._replace(order=data.order[:1, :count], crops=crops)
+        crops = data.crops[:1, :count].expand(self.weight_epochs, -1, -1) if self.training.augment else data.crops
+        sample = data._replace(order=data.order[:1, :count].expand(self.weight_epochs, -1), crops=crops)
         statistics, weights = self.task.layers.only_statistics(client), strip_prefix(WEIGHT, client)
         fitted, towards = client, {name: download.tensors[name] - client[name] for name in weights}
-        for _ in range(self.weight_epochs if weights else 0):
-            for x, y in batches(sample, self.training):
-                start = self.share(self.start(fitted, download))
-                gradients, _, _ = self.task.gradient(start, statistics, x, y, weights)
-                moves = {name: -self.weight_lr * g * towards[name] for name, g in gradients.items()}
-                weights = {name: (value + moves[name]).clamp(0, 1) for name, value in weights.items()}
-                fitted = client | add_prefix(WEIGHT, weights)
+        for x, y in batches(sample, self.training) if weights else ():
+            start = self.share(self.start(fitted, download))
+            gradients, _, _ = self.task.gradient(start, statistics, x, y, weights)
+            weights = {n: (v - self.weight_lr * gradients[n] * towards[n]).clamp(0, 1) for n, v in weights.items()}
+            fitted = client | add_prefix(WEIGHT, weights)
         # A client that never trained takes the global model, and its weights stay ones.
         return {name: torch.where(data.has_trained, value, client[name]) for name, value in fitted.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        fitted = self._fit(client, download, data)
-        model, loss = sgd(self.task, self.start(fitted, download), data, self.training)
-        state = {name: model.get(name, value) for name, value in fitted.items()}
-        return LocalResult(state, Payload(self.share(model), download.sent), model=model, loss=loss)
+        return super().local_update(self._fit(client, download, data), download, data)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
-        """Return Θ̂_i from which the client would train now, its weights fitted to the model it received."""
         fitted = self.start(self._fit(client, download, data), download)
         return finite_or(fitted, self.start(client, download))

@@ -1,10 +1,4 @@
-"""FedAMP: every client gets a mean of all clients' models in which those near its own weigh more.
-
-Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1.
-Names: α_k `step_size`, λ `penalty`, σ of A(x) = 1 - exp(-x/σ) `sigma`; u_i = Σ_j ξ_ij w_j is `download`,
-ξ_ij = α_k A'(|w_i - w_j|²) is `weigh`, min f_i(w) + λ/(2α_k) |w - u_i|² is `train`.
-Departs from the paper: that minimum is approached by the local budget of SGD from u_i, not found.
-"""
+"""FedAMP: Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1."""
 
 import torch
 from torch import Tensor
@@ -25,9 +19,11 @@ class FedAMP(MixedModels):
     """λ; the pull towards the mix is λ/α_k."""
 
     def pull(self) -> float:
+        # Departs from the paper: min f_i(w) + λ/(2α_k) |w - u_i|² is approached by the local budget of SGD, not found.
         return self.penalty / self.step_size
 
     def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        """Return ξ_ij = α_k A'(|w_i - w_j|²) with A(x) = 1 - exp(-x/σ), of the mix u_i = Σ_j ξ_ij w_j."""
         products, squares = (part.sum(1) for part in compare(server["models"], ids, self.task.layers))
         distance = (squares[ids].unsqueeze(1) + squares - 2 * products).clamp(min=0)
         attention = self.step_size / self.sigma * torch.exp(-distance / self.sigma)

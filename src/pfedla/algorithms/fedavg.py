@@ -1,9 +1,4 @@
-"""FedAvg: one global model, the mean of the clients' trained models weighted by their number of examples.
-
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
-Both sides are `PartialFedAvg` without private layers. BatchNorm's running mean and variance are averaged like
-parameters; its integer counter is copied. `fedavg-ft`, a usual second baseline, differs only in the deployed model.
-"""
+"""FedAvg: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017."""
 
 from pfedla.algorithms.partial import PartialFedAvg, resolve_epochs
 from pfedla.core.contracts import ClientState, LocalData, Params, Payload
@@ -15,7 +10,7 @@ from pfedla.core.training import sgd
 class FedAvg(PartialFedAvg):
     name = "fedavg"
     summary = "one global model, the weighted mean of all"
-    sends_statistics = True
+    sends_statistics = True  # BatchNorm's mean and variance are averaged like parameters; its counter is copied
 
 
 class FineTuned(PartialFedAvg):

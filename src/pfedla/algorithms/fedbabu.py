@@ -1,7 +1,4 @@
-"""FedBABU: the body is trained and averaged; the head stays at its random start until a client fine-tunes.
-
-Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
-"""
+"""FedBABU: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022."""
 
 from pfedla.algorithms.fedavg import FineTuned
 from pfedla.algorithms.partial import PrivateByName, Trained

@@ -1,7 +1,4 @@
-"""FedBN: FedAvg in which every BatchNorm module stays on its client.
-
-Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
-"""
+"""FedBN: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021."""
 
 from torch.nn.modules.batchnorm import _BatchNorm
 

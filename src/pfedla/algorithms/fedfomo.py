@@ -1,9 +1,4 @@
-"""FedFomo: a client mixes a few other clients' models into its own, by how much each helps on held-out data.
-
-Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, section 3.
-Names: w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i| `_weigh`; θ_i += Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i) `_mix`;
-affinity P and the ε-greedy choice of the models to send `_choose`.
-"""
+"""FedFomo: Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, sec. 3."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +8,7 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import KeptModels, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent, generator
-from pfedla.core.layers import Params, num_clients, put_, rows_of, take
+from pfedla.core.layers import Params, put_, rows_of, take
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
@@ -45,17 +40,16 @@ class FedFomo(KeptModels):
         return {**super().init_server(num_clients, seed), "affinity": affinity}
 
     def _choose(self, server: ServerState, cohort: Cohort) -> Tensor:
-        """Return [cohort, M] ids of the models to send: drawn with probability ε, else by affinity."""
-        affinity, everyone = server["affinity"]["affinity"], num_clients(server)
-        count = min(self.candidates, everyone - 1)
-        epsilon = max(0.0, self.epsilon - self.epsilon_decay * (cohort.round - 1))
-        choices = torch.empty(len(cohort.ids), count, dtype=torch.int64)
+        """Return [cohort, M] ids of the models to send: drawn with probability ε, else by affinity P."""
+        affinity = server["affinity"]["affinity"]
+        epsilon = self.epsilon - self.epsilon_decay * (cohort.round - 1)
+        choices = torch.empty(len(cohort.ids), min(self.candidates, len(affinity) - 1), dtype=torch.int64)
         for row, client in enumerate(cohort.ids.tolist()):
             draws = generator(cohort.seed, "candidates", cohort.round, client)
-            shuffled = torch.randperm(everyone, generator=draws)  # equal affinities are ordered by the seed
+            shuffled = torch.randperm(len(affinity), generator=draws)  # equal affinities are ordered by the seed
             best_first = shuffled[affinity[client, shuffled].argsort(descending=True, stable=True)].tolist()
             best_first.remove(client)
-            for place, at_random in enumerate(torch.rand(count, generator=draws) < epsilon):
+            for place, at_random in enumerate(torch.rand(choices.shape[1], generator=draws) < epsilon):
                 position = int(torch.randint(len(best_first), (), generator=draws)) if at_random else 0
                 choices[row, place] = best_first.pop(position)
         return choices
@@ -66,10 +60,8 @@ class FedFomo(KeptModels):
         return Payload({}, ~all_sent(len(cohort.ids), self.task.layers), add_prefix(PREFIX, candidates))
 
     def upload_like(self, download: Payload) -> Payload:
-        candidates = strip_prefix(PREFIX, download.extras)
-        own = {name: value.new_empty(value.shape[1:], device="meta") for name, value in candidates.items()}
-        weights = torch.empty(len(next(iter(candidates.values()))), device="meta")
-        return Payload(own, torch.ones_like(download.sent), {"weights": weights})
+        weights = torch.empty(len(next(iter(download.extras.values()))))
+        return Payload(self.share(self.task.initial()), torch.ones_like(download.sent), {"weights": weights})
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         choices = self._choose(server, cohort)  # a function of the server's state: it need not travel
@@ -81,9 +73,9 @@ class FedFomo(KeptModels):
         initial = self.task.initial()
         return initial | (add_prefix(START, self.share(initial)) if self.reference == "start" else {})
 
-    def _weigh(self, reference: Params, candidates: Params, count: int, data: LocalData) -> Tensor:
-        """Return [count] signed weights: how far a candidate lowers the held-out loss, per distance to it."""
-        held_out = data.held_out_x, data.held_out_y
+    def _weigh(self, reference: Params, candidates: Params, data: LocalData) -> Tensor:
+        """Return w_n = (L(θ_i) - L(θ_n)) / |θ_n - θ_i|: how far candidates lower the held-out loss, per distance."""
+        count, held_out = len(next(iter(candidates.values()))), (data.held_out_x, data.held_out_y)
         if not count or not len(data.held_out_y):  # a client of few examples holds none out and cannot judge
             return torch.zeros(count, device=data.x.device)
         # A candidate is judged with the client's own statistics.
@@ -92,33 +84,30 @@ class FedFomo(KeptModels):
         gaps = [rows_of(value - reference[name]).square() for name, value in candidates.items()]
         distance = torch.stack([gap.sum(1, dtype=falls.dtype) for gap in gaps], 1).sum(1).sqrt()
         weights = falls / torch.where(distance > 0, distance, 1.0)
-        sound = (distance > 0) & weights.isfinite()
-        if self.task.layers.statistics:  # a client that never trained has none to judge with
-            sound = sound & data.has_trained
-        return torch.where(sound, weights, 0.0)
+        # A client that never trained has no statistics to judge with.
+        able = data.has_trained if self.task.layers.statistics else True
+        return torch.where((distance > 0) & weights.isfinite() & able, weights, 0.0)
 
     def _mix(self, client: ClientState, download: Payload, data: LocalData) -> tuple[Params, Tensor]:
-        """Return the reference moved to the candidates that help, and the received ones' signed weights."""
+        """Return θ_i + Σ max(w_n, 0)/Σ max(w, 0) (θ_n - θ_i), and the w_n of the received candidates."""
         candidates = strip_prefix(PREFIX, download.extras)
-        count = received = len(next(iter(candidates.values())))
         reference = {name: value for name, value in client.items() if not name.startswith(START)}
         if self.reference == "start":
             candidates = {name: torch.cat([value, client[name][None]]) for name, value in candidates.items()}
             reference |= strip_prefix(START, client)
-            count += 1
-        weights = self._weigh(reference, candidates, count, data)
+        weights = self._weigh(reference, candidates, data)
         total = weights.relu().sum()
         share = weights.relu() / torch.where(total > 0, total, 1.0)
-        for name, value in candidates.items() if count else ():
+        for name, value in candidates.items():
             reference[name] = reference[name] + torch.tensordot(share.to(value.dtype), value - reference[name], 1)
-        return reference, weights[:received]
+        return reference, weights[:-1] if self.reference == "start" else weights
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         mixed, weights = self._mix(client, download, data)
         model, loss = sgd(self.task, mixed, data, self.training)
         upload = Payload(self.share(model), torch.ones_like(download.sent), {"weights": weights.float()})
         state = model | (add_prefix(START, self.share(mixed)) if self.reference == "start" else {})
-        return LocalResult(client=state, upload=upload, model=model, loss=loss)
+        return LocalResult(state, upload, model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self._mix(client, download, data)[0]

@@ -1,7 +1,4 @@
-"""FedPer: a shared body and a head of one's own, trained together.
-
-Arivazhagan et al., "Federated Learning with Personalization Layers", 2019, Algorithms 1 and 2.
-"""
+"""FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019, Algorithms 1 and 2."""
 
 from pfedla.algorithms.partial import PrivateByName
 

@@ -1,8 +1,4 @@
-"""FedProx: FedAvg whose local training is held near the global model by a quadratic penalty.
-
-Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2.
-Names: μ `penalty`; min f_i(w) + μ/2 |w - w_global|² is `sgd` with towards=w_global, pull=μ.
-"""
+"""FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2."""
 
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.settings import Factor
@@ -16,4 +12,4 @@ class FedProx(PartialFedAvg):
     """μ, how strongly local training is pulled to the global model. 0: FedAvg."""
 
     def pull(self) -> float:
-        return self.penalty
+        return self.penalty  # min f_i(w) + μ/2 |w - w_global|²

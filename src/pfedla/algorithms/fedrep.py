@@ -1,7 +1,4 @@
-"""FedRep: a shared representation and a head of one's own, trained in turn.
-
-Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
-"""
+"""FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021."""
 
 from pfedla.algorithms.partial import PrivateByName, Trained, resolve_epochs
 from pfedla.core.contracts import LocalData, Params

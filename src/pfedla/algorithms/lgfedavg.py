@@ -1,7 +1,4 @@
-"""LG-FedAvg: a representation of one's own, shared last layers.
-
-Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
-"""
+"""Liang et al., 2020, "Think Locally, Act Globally: Federated Learning with Local and Global Representations"."""
 
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.errors import NotApplicableError

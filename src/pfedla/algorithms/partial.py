@@ -1,7 +1,5 @@
 """FedAvg on some of the layers, the base of many methods, and what these methods share."""
 
-import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -10,18 +8,15 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
+from pfedla.core.layers import Layers, Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
-from pfedla.core.training import keep_and_send, sgd
+from pfedla.core.training import sgd
 
 Trained = tuple[Params, Tensor]  # a model and the mean loss of its training
 
 
 class PartialFedAvg(Algorithm):
-    """FedAvg on the layers that are not private. A method names the private ones or trains in its own way.
-
-    The private layers and the statistics are the client's state; everything else travels and is averaged.
-    """
+    """FedAvg on the layers that are not private: these, and the statistics, are the client's state."""
 
     cannot_join = ""  # an unseen client gets the shared layers and trains what is private
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
@@ -31,14 +26,13 @@ class PartialFedAvg(Algorithm):
 
     def check(self, num_clients: int) -> None:
         self.private_layers()  # raises if the model does not have them
-        check_pull("penalty", self.pull(), self.training.learning_rate)
+        check_pull(self.pull(), self.training.learning_rate)
 
     def share(self, tensors: Params) -> Params:
         """Return the tensors that travel."""
         layers, private = self.task.layers, self.private_layers()
-        kept = {name for name in tensors if layers.index[name] in private}
-        kept |= set() if self.sends_statistics else layers.statistics
-        return {name: value for name, value in tensors.items() if name not in kept}
+        sent = tensors if self.sends_statistics else layers.parameters(tensors)
+        return {name: value for name, value in sent.items() if layers.index[name] not in private}
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         return {"model": self.share(self.task.initial())}
@@ -60,16 +54,17 @@ class PartialFedAvg(Algorithm):
         return download.tensors | client | download.tensors  # in the order of the model
 
     def pull(self) -> float:
-        """Return how strongly training is pulled towards the received model."""
-        return 0.0
+        return 0.0  # how strongly training is pulled towards the received model
 
     def train(self, start: Params, received: Params, data: LocalData) -> Trained:
         pull = self.pull()
         return sgd(self.task, start, data, self.training, towards=received if pull else None, pull=pull)
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
-        trained = self.train(self.start(client, download), download.tensors, data)
-        return keep_and_send(client, self.upload_like(download), *trained)
+        model, loss = self.train(self.start(client, download), download.tensors, data)
+        kept = {name: model.get(name, value) for name, value in client.items()}
+        names, sent, _ = self.upload_like(download)
+        return LocalResult(kept, Payload({name: model[name] for name in names}, sent), model=model, loss=loss)
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         return self.start(client, download)
@@ -83,10 +78,9 @@ class PrivateByName(PartialFedAvg):
 
     def private_layers(self) -> list[int]:
         layers, private = self.task.layers, self.private
-        if private == "head":
-            found = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)][-1:]
-        else:
-            found = layers.positions(name.strip() for name in private.split(",") if name.strip())
+        linears = [layer for layer, kind in enumerate(layers.kinds) if issubclass(kind, nn.Linear)]
+        names = [name.strip() for name in private.split(",") if name.strip()]
+        found = linears[-1:] if private == "head" else layers.positions(names)
         if len(set(found)) == len(layers) or (private == "head" and not found):
             problem = "is the whole model" if found else "is the last Linear layer, and the model has none"
             raise NotApplicableError(f'private = "{private}" {problem}')
@@ -104,8 +98,7 @@ class KeptModels(PartialFedAvg):
         return {group: into_corner_(larger[group], part) for group, part in server.items()}
 
     def starts(self, server: ServerState, cohort: Cohort, downloads: Payload) -> Params:
-        # What a client was not sent is its own, which it uploaded last.
-        return vmap(self.start)(take(server["models"], cohort.ids), downloads)
+        return vmap(self.start)(take(server["models"], cohort.ids), downloads)  # what it was not sent, it uploaded
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
@@ -121,12 +114,12 @@ def strip_prefix(prefix: str, tensors: Params) -> Params:
     return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
 
 
-def draw_linears(sizes: Mapping[str, tuple[int, int]], draws: torch.Generator) -> Params:
+def draw_linears(sizes: dict[str, tuple[int, int]], draws: torch.Generator) -> Params:
     """Draw Linear layers as torch does; the sizes are of inputs and outputs."""
     drawn = {}
     for name, (inputs, outputs) in sizes.items():
         for part, shape in {"weight": (outputs, inputs), "bias": (outputs,)}.items():
-            drawn[f"{name}.{part}"] = 1 / math.sqrt(inputs) * (2 * torch.rand(shape, generator=draws) - 1)
+            drawn[f"{name}.{part}"] = 1 / inputs**0.5 * (2 * torch.rand(shape, generator=draws) - 1)
     return drawn
 
 
@@ -138,13 +131,12 @@ def resolve_epochs(option: str, epochs: int | Auto, training: Training) -> range
     return range(budget if epochs == "auto" else epochs)
 
 
-def check_pull(option: str, pull: float, lr: float, rate: str = "the learning rate", below: int = 1) -> None:
-    """Refuse a pull with which every step would throw the model past the one that it is pulled to."""
-    if lr * pull >= below:
-        raise PfedlaError(f"{option} = {pull:g} times {rate} = {lr:g} should be below {below}; lower it")
+def check_pull(penalty: float, lr: float, rate: str = "the learning rate", below: int = 1) -> None:
+    """Refuse a penalty with which every step would throw the model past the one that it is pulled to."""
+    if lr * penalty >= below:
+        raise PfedlaError(f"penalty = {penalty:g} times {rate} = {lr:g} should be below {below}; lower it")
 
 
-def check_layers(option: str, count: int, method: Algorithm) -> None:
-    layers = method.task.layers
+def check_layers(option: str, count: int, layers: Layers) -> None:
     if count > len(layers):
         raise NotApplicableError(f"{option} = {count}, but the model has {len(layers)}: {', '.join(layers.names)}")

@@ -1,9 +1,4 @@
-"""Per-FedAvg: a common start from which one gradient step on a client's own data makes its model.
-
-Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach", NeurIPS 2020, Algorithm 1: min_w Σ f_i(w - α ∇f_i(w)). The inner step is `_adapt`, the Hessian-vector
-product in the meta-gradient (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D') is `_curvature`.
-"""
+"""Per-FedAvg: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020, Alg. 1."""
 
 import torch
 from torch import Tensor
@@ -14,8 +9,6 @@ from pfedla.core.layers import finite_or, weighted_mean
 from pfedla.core.settings import AUTO, Auto, Factor, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
-
-Batch = tuple[Tensor, Tensor]
 
 
 class PerFedAvg(PartialFedAvg):
@@ -37,21 +30,21 @@ class PerFedAvg(PartialFedAvg):
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)
         return {"model": weighted_mean(uploads.tensors, weights)}
 
-    def _adapt(self, parameters: Params, statistics: Params, batch: Batch) -> Params:
+    def _adapt(self, w: Params, statistics: Params, batch: tuple[Tensor, Tensor]) -> Params:
         """Return w - α ∇f(w; batch); the statistics stay as they are."""
-        return descend(parameters, self.task.gradient(parameters, statistics, *batch)[0], self.inner_lr)
+        return descend(w, self.task.gradient(w, statistics, *batch)[0], self.inner_lr)
 
-    def _curvature(self, parameters: Params, statistics: Params, direction: Params, batch: Batch) -> Params:
+    def _curvature(self, w: Params, statistics: Params, direction: Params, batch: tuple[Tensor, Tensor]) -> Params:
         """Return ∇²f(w; batch) g for g = `direction`, by central differences around w."""
         norm = torch.stack([value.float().square().sum() for value in direction.values()]).sum().sqrt()
         # Departs from the paper: it moves w by δg, which is far away for a large g; here by δ at most.
         step = self.delta / norm.clamp(min=1)
-        moves = {name: step.to(value.dtype) * value for name, value in direction.items()}
-        moved = ({name: v + sign * moves[name] for name, v in parameters.items()} for sign in (1, -1))
+        moved = ({n: v + sign * (step.to(v.dtype) * direction[n]) for n, v in w.items()} for sign in (1, -1))
         ahead, behind = (self.task.gradient(there, statistics, *batch)[0] for there in moved)
         return {name: (v - behind[name]) / (2 * step).to(v.dtype) for name, v in ahead.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """Minimise f_i(w - α ∇f_i(w)); its gradient is (I - α ∇²f(w; D'')) ∇f(w - α ∇f(w; D); D')."""
         beta = self.training.learning_rate if self.beta == "auto" else self.beta
         parameters, statistics, losses = download.tensors, client, []
         for epoch in range(len(data.order)):

@@ -1,11 +1,5 @@
-"""pFedHN: one hypernetwork on the server writes every client's weights from the client's embedding.
+"""pFedHN: Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1."""
 
-Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1.
-Names: θ_i = h(v_i; φ) `generate`; the gradient of φ and v_i, (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i) with θ̃_i
-the trained weights, `aggregate`; the step down it `_descend`.
-"""
-
-import math
 from typing import Annotated
 
 import torch
@@ -21,7 +15,7 @@ from pfedla.core.layers import append_mean_row, take
 from pfedla.core.settings import Factor, Rate
 
 EMBEDDING = "embedding"
-HIDDEN_LAYERS = 3  # after the first, as in the paper's code
+TRUNK_DEPTH = 4  # as in the paper's code
 
 
 class PFedHN(PartialFedAvg):
@@ -39,32 +33,29 @@ class PFedHN(PartialFedAvg):
     """Width of the hypernetwork's hidden layers."""
 
     def check(self, num_clients: int) -> None:
-        check_affordable(f"hidden_size = {self.hidden_size}", self.hypernetwork_numbers(num_clients))
-
-    def hypernetwork_numbers(self, num_clients: int) -> int:
-        """Return how many numbers the server keeps: embeddings, trunk, heads, and as much momentum."""
-        linears = sum((inputs + 1) * outputs for inputs, outputs in self._sizes(num_clients).values())
-        return 2 * (num_clients * embedding_size(num_clients) + linears)
+        sizes = self._sizes(num_clients)
+        numbers = num_clients * sizes["trunk0"][0] + sum((inputs + 1) * outputs for inputs, outputs in sizes.values())
+        check_affordable(f"hidden_size = {self.hidden_size}", 2 * numbers)  # as many again are the momentum
 
     def _sizes(self, num_clients: int) -> dict[str, tuple[int, int]]:
         """Return the inputs and outputs of the hypernetwork's Linear layers."""
-        hidden = self.hidden_size
-        trunk = {f"trunk{depth}": (hidden, hidden) for depth in range(HIDDEN_LAYERS + 1)}
+        hidden, embedding = self.hidden_size, 1 + num_clients // 4  # as in the paper's code
+        trunk = {f"trunk{depth}": (hidden if depth else embedding, hidden) for depth in range(TRUNK_DEPTH)}
         heads = {f"head.{name}": (hidden, v.numel()) for name, v in self.share(self.task.initial()).items()}
-        return {**trunk, "trunk0": (embedding_size(num_clients), hidden), **heads}
+        return trunk | heads
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
-        draws = generator(seed, "hypernetwork")
-        embeddings = {EMBEDDING: torch.randn(num_clients, embedding_size(num_clients), generator=draws)}
-        network = draw_linears(self._sizes(num_clients), draws)
+        draws, sizes = generator(seed, "hypernetwork"), self._sizes(num_clients)
+        embeddings = {EMBEDDING: torch.randn(num_clients, sizes["trunk0"][0], generator=draws)}
+        network = draw_linears(sizes, draws)
         still = {name: torch.zeros_like(value) for name, value in {**embeddings, **network}.items()}
         return {"embeddings": embeddings, "network": network, "momentum": still}
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         # An unseen client starts at the mean embedding; φ stays, as in the paper.
-        embeddings = append_mean_row(server["embeddings"])
-        still = torch.cat([server["momentum"][EMBEDDING], torch.zeros_like(embeddings[EMBEDDING][:1])])
-        return {**server, "embeddings": embeddings, "momentum": server["momentum"] | {EMBEDDING: still}}
+        embeddings, momentum = append_mean_row(server["embeddings"]), server["momentum"]
+        still = {EMBEDDING: F.pad(momentum[EMBEDDING], (0, 0, 0, 1))}
+        return {**server, "embeddings": embeddings, "momentum": momentum | still}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         embeddings, like = server["embeddings"][EMBEDDING][cohort.ids], self.share(self.task.initial())
@@ -73,8 +64,10 @@ class PFedHN(PartialFedAvg):
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the
-        # other, in their order, each along the gradient at the snapshot that wrote its weights.
-        back = {name: value - uploads.tensors[name] for name, value in downloads.tensors.items()}  # θ_i - θ̃_i
+        # other, in their order, each along the gradient (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i) at the snapshot that wrote θ_i.
+        back = {
+            name: value - uploads.tensors[name] for name, value in downloads.tensors.items()
+        }  # θ_i - θ̃_i, the trained
         after = {group: {name: v.clone() for name, v in part.items()} for group, part in server.items()}
         for row, client in enumerate(cohort.ids.tolist()):  # a gradient is as large as the hypernetwork
             embedding, way = server["embeddings"][EMBEDDING][client], take(back, row)
@@ -84,10 +77,10 @@ class PFedHN(PartialFedAvg):
 
     def _descend(self, state: ServerState, client: int, gradient: Params) -> None:
         """Take one step of SGD in `state`, in place: clip, weight decay, momentum, as torch.optim.SGD."""
-        norm = float(torch.stack([torch.linalg.vector_norm(value) for value in gradient.values()]).norm())
-        if not math.isfinite(norm):
+        norm = torch.stack([torch.linalg.vector_norm(value) for value in gradient.values()]).norm()
+        if not norm.isfinite():
             return  # a finite but huge upload can overflow it; such a step is not taken
-        scale = min(1.0, self.clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
+        scale = min(1.0, self.clip / (norm.item() + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         # Departs from the paper: its code moves every embedding in every step; here an absent client's stays.
         moving = {**state["network"], EMBEDDING: state["embeddings"][EMBEDDING][client]}
         momenta = {**state["momentum"], EMBEDDING: state["momentum"][EMBEDDING][client]}
@@ -96,14 +89,10 @@ class PFedHN(PartialFedAvg):
             value.sub_(momentum.add_(value, alpha=self.weight_decay), alpha=self.hypernetwork_lr)
 
 
-def embedding_size(num_clients: int) -> int:
-    return int(1 + num_clients / 4)  # as in the paper's code
-
-
 def generate(network: Params, embedding: Tensor, like: Params) -> Params:
-    """Return one client's weights: a trunk with ReLU between its layers, one linear head per tensor of `like`."""
+    """Return θ_i = h(v_i; φ): a trunk with ReLU between its layers, one linear head per tensor of `like`."""
     hidden = F.linear(embedding, network["trunk0.weight"], network["trunk0.bias"])
-    for depth in range(1, HIDDEN_LAYERS + 1):
+    for depth in range(1, TRUNK_DEPTH):
         hidden = F.linear(hidden.relu(), network[f"trunk{depth}.weight"], network[f"trunk{depth}.bias"])
     flat = {name: F.linear(hidden, network[f"head.{name}.weight"], network[f"head.{name}.bias"]) for name in like}
     return {name: flat[name].view(value.shape).to(value.dtype) for name, value in like.items()}

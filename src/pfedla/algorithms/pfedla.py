@@ -1,9 +1,4 @@
-"""pFedLA and HeurpFedLA: every client's model is a layer-wise mix of all models, with learned weights.
-
-Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, Algorithms 1 and 2.
-Where the equations are: Eq. 4 `LayerWeightHypernetwork.alpha`, Eq. 5-6 `mix` in core/layers.py, Eq. 10-11
-`layer_gradient` and `LayerWeightHypernetwork.step`, Eq. 12 `sent_layers`.
-"""
+"""pFedLA, HeurpFedLA: Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,13 +6,13 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import vjp, vmap
 
 from pfedla.algorithms.partial import check_layers, draw_linears
 from pfedla.algorithms.similarity import MixedModels
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, take
+from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, stack, take
 from pfedla.core.settings import Natural, Positive, Rate
 
 WIDTH = 100  # of the embedding and of the trunk's layers
@@ -36,9 +31,8 @@ class LayerWeightHypernetwork:
 
     >>> network = LayerWeightHypernetwork(num_senders=3, num_layers=2)
     >>> tensors = network.init(num_clients=3, generator=torch.Generator().manual_seed(0))
-    >>> network.alpha(tensors)[0]  # the heads start at zero: every weight is 1/3
-    tensor([[0.3333, 0.3333, 0.3333],
-            [0.3333, 0.3333, 0.3333]])
+    >>> network.alpha(tensors)[0, 0]  # the heads start at zero: every weight is 1/3
+    tensor([0.3333, 0.3333, 0.3333])
     >>> gradient = torch.tensor([0.0, 1.0, 0.0]).expand(3, 2, 3)  # more of sender 1 for every client
     >>> network.alpha(network.step(tensors, gradient, lr=0.1))[0, 0].argmax().item()
     1
@@ -49,8 +43,7 @@ class LayerWeightHypernetwork:
     compact: bool = False
 
     @property
-    def num_parameters(self) -> int:
-        """The numbers of one client."""
+    def num_parameters(self) -> int:  # of one client
         logits = self.num_layers * self.num_senders
         return logits if self.compact else WIDTH + TRUNK_DEPTH * WIDTH * (WIDTH + 1) + logits * (WIDTH + 1)
 
@@ -62,9 +55,9 @@ class LayerWeightHypernetwork:
         heads = {name: torch.from_numpy(np.zeros(size, np.float32)) for name, size in zeros.items()}
         if self.compact:
             return heads
-        one = {"embedding": torch.randn(WIDTH, generator=generator)}
-        one |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
-        return {name: value.expand(num_clients, *value.shape).clone() for name, value in one.items()} | heads
+        body = {"embedding": torch.randn(WIDTH, generator=generator)}
+        body |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
+        return stack([body] * num_clients) | heads
 
     def alpha(self, tensors: Params) -> Tensor:
         """Return the weights [clients, layers, senders]."""
@@ -72,24 +65,19 @@ class LayerWeightHypernetwork:
         return logits.softmax(-1)
 
     def step(self, tensors: Params, gradient: Tensor, lr: float, *, damped: bool = False) -> Params:
-        """Move along `gradient` = dObjective/dalpha times the Jacobian (Eq. 10-11).
-
-        The equations leave the sign open. It is plus: an update points down the client's loss. `damped`: the logits
-        move as in the compact form, the body a tenth as fast; else the body grows with the heads, and all accelerates.
-        """
+        """Move along `gradient` = dObjective/dalpha times the Jacobian (Eq. 10-11)."""
+        # The equations leave the sign open. It is plus: an update points down the client's loss.
         if self.compact:
             return {"logits": tensors["logits"] + lr * softmax_slope(tensors["logits"], gradient)}
-        body = {name: value.detach().requires_grad_() for name, value in tensors.items() if "heads" not in name}
-        traced, weight = apply_trunk(body), tensors["heads.weight"]
-        features = traced.detach()
+        body, weight = {n: v for n, v in tensors.items() if "heads" not in n}, tensors["heads.weight"]
+        features, pull_back = vjp(apply_trunk, body)
         slope = softmax_slope(apply_heads(tensors, features), gradient)
-        pull = (slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1)
-        ascent = torch.autograd.grad((traced * pull).sum(), list(body.values()))
-        if damped:
+        (ascent,) = pull_back((slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1))
+        if damped:  # the logits move as in the compact form; else the body grows with the heads, and all accelerates
             share = 1 / (1 + features.square().sum(-1))  # the features multiply the step of a logit by the inverse
             slope = vmap(torch.mul)(slope, share)
-            ascent = tuple(vmap(torch.mul)(part, DAMPED_TRUNK * share) for part in ascent)
-        moved = {name: value.detach() + lr * part for (name, value), part in zip(body.items(), ascent, strict=True)}
+            ascent = {name: vmap(torch.mul)(part, DAMPED_TRUNK * share) for name, part in ascent.items()}
+        moved = {name: value + lr * ascent[name] for name, value in body.items()}
         # The heads' gradient is an outer product that addcmul need not hold in memory.
         moved["heads.weight"] = torch.addcmul(weight, slope.unsqueeze(-1), features[:, None, None], value=lr)
         moved["heads.bias"] = tensors["heads.bias"] + lr * slope
@@ -154,16 +142,16 @@ class LearnedMix(MixedModels):
 
     @property
     def num_retained(self) -> int:
-        """How many layers a client retains: the option `retained_layers` of a method that has it."""
-        return getattr(self, "retained_layers", 0)
+        return getattr(self, "retained_layers", 0)  # the option of a method that has it
 
     def check(self, num_clients: int) -> None:
-        check_layers("retained_layers", self.num_retained, self)
+        check_layers("retained_layers", self.num_retained, self.task.layers)
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f"neighbours = {self.neighbours}, but there are {num_clients} clients; use fewer")
-        numbers, compact = self._network(num_clients).num_parameters, len(self.task.layers) * num_clients
-        what, instead = f"the hypernetworks of {num_clients} clients", 'hypernetwork = "compact"'
-        check_affordable(what, num_clients * numbers, instead, num_clients * compact)
+        what, numbers = f"the hypernetworks of {num_clients} clients", self._network(num_clients).num_parameters
+        check_affordable(
+            what, num_clients * numbers, 'hypernetwork = "compact"', num_clients**2 * len(self.task.layers)
+        )
 
     def _network(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(num_clients, len(self.task.layers), compact=self.hypernetwork == "compact")
@@ -184,9 +172,8 @@ class LearnedMix(MixedModels):
         return Payload(mixed, sent_layers(alpha, cohort, self.num_retained))
 
     def upload_like(self, download: Payload) -> Payload:
-        # Departs from the paper: clients send θ_i in place of Δθ_i, so that θ_i is exact on the server. All its layers:
-        # a retained one saves the download only.
-        return Payload(download.tensors, torch.ones_like(download.sent))
+        # Departs from the paper: clients send θ_i in place of Δθ_i, so that θ_i is exact on the server.
+        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
 
     def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
         """Return [cohort, layers, clients], along which alpha moves: <Δθ_i, θ_j> (Eq. 10-11). None: it stays."""

@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.func import vmap
 
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
-from pfedla.core.layers import Layers, Params, num_clients, rows_of, take
+from pfedla.core.layers import Layers, Params, num_clients, rows_of, stack, take
 from pfedla.core.settings import Natural, Positive
 
 HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples
@@ -40,23 +39,20 @@ class PFedLAHeldOut(LearnedMix):
     """Numbers per layer in which the held-out gradient travels. exact: the gradient itself."""
 
     def notice(self, rounds: float) -> str:
-        if rounds > self.warm_up:
-            return ""
         early = f"a client takes part in {rounds:g} rounds, and the first {self.warm_up} are its warm-up"
-        return f"{self.name} learns no weights in this run: {early}; use more rounds or a smaller algorithm.warm_up"
+        text = f"{self.name} learns no weights in this run: {early}; use more rounds or a smaller algorithm.warm_up"
+        return text if rounds <= self.warm_up else ""
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        admitted = super().admit(server, seed)
-        learning = torch.tensor(self.warm_up * num_clients(admitted))  # the unseen client learns in all its rounds
-        return {**admitted, "progress": {"uploads": learning}}
+        learning = torch.tensor(self.warm_up * (num_clients(server) + 1))  # the unseen client learns in all its rounds
+        return {**super().admit(server, seed), "progress": {"uploads": learning}}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         rounds = server["progress"]["uploads"].item() / num_clients(server)  # of a client, on average
         frozen = self.learning_rounds != "all" and rounds >= self.warm_up + self.learning_rounds
         extras = {} if frozen else {HOLD_OUT: torch.ones(len(cohort.ids), dtype=torch.bool)}
         if not frozen and rounds >= self.warm_up:
-            constants = draw_hash(cohort.seed, cohort.round, len(self.task.layers))
-            extras[HASH] = constants.expand(len(cohort.ids), -1, -1)
+            extras[HASH] = draw_hash(cohort.seed, cohort.round, len(self.task.layers)).expand(len(cohort.ids), -1, -1)
         return super().download(server, cohort)._replace(extras=extras)
 
     def held_out_share(self, download: Payload) -> float:
@@ -85,30 +81,28 @@ class PFedLAHeldOut(LearnedMix):
                 spread += apart.square().sum() / count
             products.append(-gradient @ torch.cat(sketches).T)
             away = (layer_rows(downloads.tensors, layers, layer) - mean).square().sum(1) + spread
-            size = mean.square().sum().expand(len(gradient))
-            squares.append(torch.stack([gradient.square().sum(1), away, size]))
-        # Squared lengths over the layers sent: of the gradient, of the way from the client's start to a sender's model
-        # (the mean over the senders), and of the mean model.
+            squares.append(torch.stack([gradient.square().sum(1), away, mean.square().sum().expand_as(away)]))
+        # Squared, over the layers sent: the gradient, the way from the start to a sender (their mean), the mean model.
         norm, distance, size = torch.where(downloads.sent, torch.stack(squares, -1), 0.0).sum(-1)
         # Models that differ by rounding alone, as all do before any has trained, carry no information.
         informative = (norm > 0) & (distance > SMALLEST_DISTANCE**2 * size)
         # About the cosine of minus the gradient and the way to each sender, times the number of senders (the slope of a
         # uniform softmax is one over it), so that one learning rate serves every data set.
         scale = torch.where(informative, count / (norm.sqrt() * distance.sqrt()), 0.0)
-        return vmap(torch.mul)(torch.stack(products, 1), scale)
+        return torch.stack(products, 1) * scale[:, None, None]
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         result, layers = super().local_update(client, download, data), self.task.layers
         if HASH not in download.extras:
             return result
         start, extras = self.start(client, download), {}
-        gradient = {name: torch.zeros_like(value) for name, value in layers.parameters(start).items()}
+        parameters, statistics = layers.parameters(start), layers.only_statistics(start)
+        gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
         if len(data.held_out_y) >= 2:  # else too few for BatchNorm
-            held_out = data.held_out_x, data.held_out_y
-            gradient = self.task.gradient(layers.parameters(start), layers.only_statistics(start), *held_out)[0]
-        rows = {name: value.unsqueeze(0) for name, value in gradient.items()}
+            gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
         for layer, (name, constants) in enumerate(zip(layers.names, download.extras[HASH], strict=True)):
-            extras[GRADIENT + name] = count_sketch(layer_rows(rows, layers, layer), constants, self.sketch)[0]
+            row = layer_rows(stack([gradient]), layers, layer)
+            extras[GRADIENT + name] = count_sketch(row, constants, self.sketch)[0]
         return result._replace(upload=result.upload._replace(extras=extras))
 
 
@@ -125,15 +119,12 @@ def draw_hash(seed: int, round: int, num_layers: int) -> Tensor:
 
 
 def count_sketch(rows: Tensor, constants: Tensor, size: Sketch) -> Tensor:
-    """Return the count sketch [rows, size]: every number goes into a random bucket with a random sign.
-
-    Inner products of sketches are unbiased, with a standard error of at most |x| |y| sqrt(2 / size). Rows of at most
-    `size` numbers stay as they are. Bucket and sign are a hash of the position: a random polynomial of degree 3.
-    """
+    """Return the count sketch [rows, size]: every number goes into a random bucket with a random sign."""
+    # Inner products of sketches are unbiased, with a standard error of at most |x| |y| sqrt(2 / size).
     if size == "exact" or rows.shape[1] <= size:
         return rows
     position, hashed = torch.arange(rows.shape[1], device=rows.device), constants[0]
-    for constant in constants[1:]:
+    for constant in constants[1:]:  # bucket and sign are a hash of the position: a random polynomial of degree 3
         hashed = (hashed * position + constant) % PRIME
     sign, bucket = 1.0 - 2.0 * (hashed % 2), hashed // 2 % size
     return rows.new_zeros(len(rows), size).index_add(1, bucket, rows * sign)

@@ -1,9 +1,4 @@
-"""pFedMe: every client has a model of its own that is held near a common one by a quadratic penalty.
-
-T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1:
-min_w Σ F_i(w) with F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|². In `local_update` the inner problem is the loop over
-`inner_steps`, ∇F_i(w) = λ(w - θ) the step after it.
-"""
+"""pFedMe: T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1."""
 
 from itertools import islice
 
@@ -11,7 +6,6 @@ import torch
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.core.layers import weighted_mean
 from pfedla.core.settings import Positive, Rate
 from pfedla.core.training import batches
 
@@ -35,18 +29,19 @@ class PFedMe(PartialFedAvg):
     """Whether a client makes as many gradient steps as in other methods, or else K times as many."""
 
     def check(self, num_clients: int) -> None:
-        check_pull("penalty", self.penalty, self.eta, rate="eta")  # w_i would jump past θ
-        check_pull("penalty", self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
+        check_pull(self.penalty, self.eta, rate="eta")  # w_i would jump past θ
+        check_pull(self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: weighted by the number of examples; the paper takes the plain mean.
-        old, mean = server["model"], weighted_mean(uploads.tensors, cohort.num_examples)
+        old, mean = server["model"], super().aggregate(server, cohort, downloads, uploads)["model"]
         return {"model": {name: torch.lerp(old[name], mean[name], self.server_mix) for name in old}}
 
     def init_client(self) -> ClientState:
         return {**add_prefix(PERSONAL, self.share(self.task.initial())), **super().init_client()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
+        """Minimise F_i(w) = min_θ f_i(θ) + λ/2 |θ - w|², where ∇F_i(w) = λ(w - θ)."""
         # Departs from the paper: K steps on every K-th batch of the budget, not on each.
         stride = self.inner_steps if self.equal_budget else 1
         local, statistics, losses = download.tensors, self.task.layers.only_statistics(client), []

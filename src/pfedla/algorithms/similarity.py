@@ -1,12 +1,6 @@
-"""Aggregation weighted by similarity, per layer or per whole model: the toy in Fig. 1 of the pFedLA paper.
-
-Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, introduction.
-The weights are computed, not learned: alpha[i, layer, j] is the cosine similarity of the parameters of
-clients i and j, cut at zero, each row divided by its sum.
-"""
+"""Aggregation weighted by similarity, per layer or per whole model: the toy in Fig. 1 of the pFedLA paper."""
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,31 +28,30 @@ class MixedModels(KeptModels):
         return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
 
-class CosineMix(MixedModels):
-    """Abstract: a client is weighed by the cosine similarity of its parameters, cut at zero."""
-
-    whole_model: ClassVar[bool] = False
-
-    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
-        products, squares = compare(server["models"], ids, self.task.layers)
-        if self.whole_model:
-            products, squares = (part.sum(1, keepdim=True) for part in (products, squares))
-        norms = squares.sqrt()
-        scale = norms[ids].unsqueeze(-1) * norms.T
-        cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
-        cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
-        return (cosine / cosine.sum(-1, keepdim=True)).float().expand(-1, len(self.task.layers), -1)
-
-
-class LayerSimilarity(CosineMix):
+class LayerSimilarity(MixedModels):
     name = "layer-similarity"
     summary = "per layer, a mix weighted by the similarity of the layers"
 
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        return weigh_by_cosine(*compare(server["models"], ids, self.task.layers), ids)
 
-class ModelSimilarity(CosineMix):
+
+class ModelSimilarity(MixedModels):
     name = "model-similarity"
     summary = "a mix weighted by the similarity of the whole models"
-    whole_model = True
+
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        whole = (part.sum(1, keepdim=True) for part in compare(server["models"], ids, self.task.layers))
+        return weigh_by_cosine(*whole, ids).expand(-1, len(self.task.layers), -1)
+
+
+def weigh_by_cosine(products: Tensor, squares: Tensor, ids: Tensor) -> Tensor:
+    """Return the cosine similarities of the clients `ids` and all others, cut at zero, each row divided by its sum."""
+    norms = squares.sqrt()
+    scale = norms[ids].unsqueeze(-1) * norms.T
+    cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
+    cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
+    return (cosine / cosine.sum(-1, keepdim=True)).float()
 
 
 def compare(models: Params, ids: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
