@@ -36,8 +36,7 @@ def test_own_clients_and_a_ready_test_split_are_honoured() -> None:
 
 
 def test_uint8_images_are_normalised_by_training_data_alone() -> None:
-    x = np.zeros((20, 4, 4), np.uint8)
-    x[:10] = 10
+    x = np.repeat([10, 0], 10).astype(np.uint8)[:, None, None] + np.zeros((20, 4, 4), np.uint8)
     x[::2] += 2
     federation = federation_of(x, np.arange(20) % 2, np.zeros(20, int), np.arange(20) >= 10)
     assert (federation.mean, federation.std) == ((11.0,), (1.0,))
