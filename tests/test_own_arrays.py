@@ -11,9 +11,8 @@ from torch import nn
 from pfedla.algorithms import create
 from pfedla.core.errors import PfedlaError
 from pfedla.core.tasks import task_of
-from pfedla.data.dataset import dataset_of, pixel_statistics
+from pfedla.data.dataset import dataset_of, load_arrays, pixel_statistics
 from pfedla.data.federation import Federation, federation_of
-from pfedla.data.formats import load_arrays
 
 
 def test_own_images_and_vectors(tmp_path) -> None:

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import sha256
-from pfedla.data.dataset import Array, Dataset, pixel_statistics
-from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
+from pfedla.data.dataset import Array, Dataset, load_arrays, pixel_statistics, read_cifar, read_idx_pair
 
 
 class Source(BaseModel, frozen=True):
@@ -145,10 +144,9 @@ def _read(known: Known, place: Path) -> tuple[Array, Array, int]:
         bunch = load_digits()
         return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64), len(bunch.target)
     paths = [*known.source.find(place).values()]
-    if known.format == "cifar":  # of CIFAR-100 the fine labels
-        parts, num_labels = ((5, 1), (20, 100)) if len(known.classes) == 100 else ((1, 1, 1, 1, 1, 1), (10,))
-        labels, x = read_cifar(paths, parts, num_labels, known.source.sha256)
-        return x, labels[:, -1], len(x)
+    if known.format == "cifar":
+        x, y = read_cifar(paths, len(known.classes), known.source.sha256)
+        return x, y, len(y)
     first = 1 if known.split == "letters" else 0
     train, test = (read_idx_pair(paths[part], paths[part + 1], len(known.classes), first) for part in (0, 2))
     x, y = (np.concatenate(pair) for pair in zip(train, test, strict=True))
