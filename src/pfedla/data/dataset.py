@@ -33,13 +33,10 @@ CIFAR_PARTS = {10: ((1,) * 6, (10,)), 100: ((5, 1), (20, 100))}  # batches in ea
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Pooled examples [n, channels, height, width] or [n, features], and their labels 0..classes-1.
-
-    Images are uint8 or float32; vectors are float32, or int32 or int64 (token ids).
-    """
+    """Pooled examples [n, channels, height, width] or [n, features], and their labels 0..classes-1."""
 
     name: str
-    x: Array
+    x: Array  # images are uint8 or float32; vectors are float32, or int32 or int64 (token ids)
     y: Array
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # per channel, in the units of x; empty: x is used as it is
@@ -70,11 +67,7 @@ class Dataset:
 
 
 def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = None) -> Dataset:
-    """Check and arrange a user's arrays.
-
-    uint8 images keep their type and get the mean and standard deviation of the training part of a ready split
-    (else of all examples). Vectors of int32 or int64 (token ids) keep theirs. Other numbers become float32.
-    """
+    """Check and arrange a user's arrays; uint8 images are normalised by the training part of a ready split, or all."""
     x = np.asarray(x)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
         shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
@@ -96,7 +89,7 @@ def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = Non
 
 
 def _arrange(name: str, x: Array) -> Array:
-    """Return [n, features] of float32 or integers, or [n, channels, height, width] of uint8 or float32."""
+    """Return vectors of int32, int64 (token ids) and images of uint8 in their type, others as float32."""
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
@@ -149,7 +142,7 @@ def load_arrays(path: Path) -> Dataset:
     if not path.is_dir():
         check_size(path)
     try:
-        arrays = _read_folder(path) if path.is_dir() else _read_npz(path)
+        arrays = _read_arrays(path)
     except Exception as error:  # numpy and zipfile raise many kinds on damaged files
         advice = "save plain arrays with numpy.savez (names as y.astype(str))"
         raise PfedlaError(f"{path}: cannot be read ({error}); {advice}") from None
@@ -158,25 +151,21 @@ def load_arrays(path: Path) -> Dataset:
     return replace(dataset_of(path.name, **arrays), name=path.stem)  # errors name the file
 
 
-def _read_folder(path: Path) -> dict[str, Array]:
+def _read_arrays(path: Path) -> dict[str, Array]:
     arrays = {}
-    for file in (path / f"{name}.npy" for name in ("x", "y", "test")):
-        if file.is_file():
-            with file.open("rb") as opened:
-                arrays[file.stem] = read_plain_array(opened, file.stat().st_size, file.name)
-    return arrays
-
-
-def _read_npz(path: Path) -> dict[str, Array]:
-    arrays = {}
+    if path.is_dir():  # of a site, which is one client
+        for member in (path / f"{name}.npy" for name in ("x", "y", "test") if (path / f"{name}.npy").is_file()):
+            with member.open("rb") as file:
+                arrays[member.stem] = read_plain_array(file, member.stat().st_size, member.name)
+        return arrays
     with zipfile.ZipFile(path) as archive:
         for name in sorted({"x.npy", "y.npy", "client.npy", "test.npy"}.intersection(archive.namelist())):
-            member = archive.getinfo(name)
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
+            packed = archive.getinfo(name)
+            if packed.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
                 raise ValueError(f"{name} is packed in a way that numpy never does")
-            if (size := member.file_size) > min(LARGEST_ARRAY, max(LARGE, DENSEST * member.compress_size)):
+            if (size := packed.file_size) > min(LARGEST_ARRAY, max(LARGE, DENSEST * packed.compress_size)):
                 raise ValueError(f"{name} would unpack to {size} bytes; save it unpacked, or save less")
-            with archive.open(member) as file:
+            with archive.open(packed) as file:
                 arrays[name.removesuffix(".npy")] = read_plain_array(file, size, name)
     return arrays
 
@@ -213,11 +202,8 @@ def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) 
 
 
 def read_cifar(files: Sequence[Path], num_classes: int, digests: Mapping[str, str]) -> tuple[Array, Array]:
-    """Read images [n, 3, 32, 32] and their labels (of CIFAR-100 the fine ones) from CIFAR's binary files.
-
-    The format has no header, so this checks the sizes of the files to one another, labels in range, and for
-    files of the published size the SHA-256.
-    """
+    """Read images [n, 3, 32, 32] and their labels (of CIFAR-100 the fine ones) from CIFAR's binary files."""
+    # The format has no header: the files' sizes are compared, and for files of the published size the SHA-256.
     parts, num_labels = CIFAR_PARTS[num_classes]
     kinds, record = len(num_labels), len(num_labels) + math.prod(CIFAR_IMAGE)
     sizes, pieces = [path.stat().st_size for path in files], []

@@ -1,7 +1,4 @@
-"""The data sets of catalogue.toml: where their files come from, and how they are loaded.
-
-Training and test images are pooled, as in the paper.
-"""
+"""The data sets of catalogue.toml: where their files come from, how they are loaded (training and test pooled)."""
 
 import os
 import shutil
@@ -157,13 +154,11 @@ def _read(known: Known, place: Path) -> tuple[Array, Array, int]:
 def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:
     """Download a data set unless it is here and whole; return it, and whether it was downloaded."""
     source, place = find(name).source, state_of(name).place
-    if source is None:
-        return load(name), False
-    if place and place.is_dir():
-        try:
+    try:
+        if source is None or (place and place.is_dir()):
             return load(name), False
-        except PfedlaError as damage:
-            on_damage(str(damage))
+    except PfedlaError as damage:
+        on_damage(str(damage))
     folder = data_directory() if source.members else source.home
     for file in source.md5:
         was_there = (folder / file).exists()

@@ -1,7 +1,6 @@
 """Labels to clients: how many examples of each class every client gets (a rule), and which ones.
 
-Clients are disjoint unless asked otherwise. Training and test examples of a client have the same distribution
-(per class within one, totals exact). An axis [2] is training, test.
+A client's training and test examples have the same distribution (per class within one). An axis [2] is training, test.
 """
 
 from collections.abc import Callable, Iterable
@@ -106,16 +105,14 @@ def _group(owner: Array, clients: int) -> list[Array]:
 def _split_by_client(dataset: Dataset, data: Data, rng: Random) -> Split:
     """Split by the owners that the data name; the test split is theirs, or drawn per class."""
     assert dataset.client is not None  # `resolve` has seen it
-    own_rows = _group(dataset.client, len(dataset.client_names))
-    if dataset.test is not None:
-        test = [rows[dataset.test[rows]] for rows in own_rows]
-    else:
+    own_rows, test = _group(dataset.client, len(dataset.client_names)), dataset.test
+    if test is None:
+        test = np.zeros(len(dataset.y), bool)
         examples = np.stack([np.bincount(dataset.y[rows], minlength=len(dataset.classes)) for rows in own_rows])
-        test = []
         for rows, quota in zip(own_rows, quotas_of(examples, data)[1], strict=True):
-            picked = [rng.permutation(rows[dataset.y[rows] == label])[:count] for label, count in enumerate(quota)]
-            test.append(np.sort(np.concatenate(picked)))
-    return [list(map(np.setdiff1d, own_rows, test)), test]
+            for label, count in enumerate(quota):
+                test[rng.permutation(rows[dataset.y[rows] == label])[:count]] = True
+    return [[rows[test[rows] == part] for rows in own_rows] for part in (False, True)]
 
 
 def leaked_share(train: Iterable[Iterable[Any]], test: Iterable[Iterable[Any]]) -> float:
@@ -145,9 +142,6 @@ def split_statistics(counts: Array) -> dict[str, Any]:
     return found | {"mean_pairwise_distance": distance / max(1, pairs)}
 
 
-# The rules: the paper's non-IID_1 ("classes") and non-IID_2 ("dominant"), and other splits
-
-
 def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array]:
     """Draw which client gets which class; also return how many of each class one sample per client takes [classes]."""
     clients = int(data.clients)
@@ -155,13 +149,21 @@ def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array
         available = np.bincount(dataset.y, minlength=len(dataset.classes))
         seed = int(rng.integers(2**63))
         return partial(_deal, data, available, seed), clients * available / available.sum()
-    shares = (_choose_dominant if data.partition == "dominant" else _choose_holders)(dataset, data, rng)
+    shares = _choose_shares(dataset, data, rng)
     return lambda samples: round_table(samples * shares), shares.max(0) if data.overlapping else shares.sum(0)
 
 
-def _choose_holders(dataset: Dataset, data: Data, rng: Random) -> Array:
-    """Give each client a few classes, of all the same share [clients, classes]."""
-    clients, each, num_classes = int(data.clients), int(data.classes_per_client), len(dataset.classes)
+def _choose_shares(dataset: Dataset, data: Data, rng: Random) -> Array:
+    """Give each client a few classes of the same share; "dominant": all, a few make up `dominant_share`."""
+    clients, num_classes = int(data.clients), len(dataset.classes)
+    if data.partition == "dominant":
+        few, share = int(data.dominant_classes), float(data.dominant_share)
+        if few >= num_classes or share <= few / num_classes:
+            what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
+            raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
+        holds = assign_classes(clients, num_classes, few, rng)
+        return np.where(holds, share / few, (1 - share) / (num_classes - few))
+    each = int(data.classes_per_client)
     if num_classes < (needed := {"chain": each + 1, "twins": 2 * each}.get(data.partition, each)):
         raise PfedlaError(f"classes_per_client = {each} needs {needed} classes, {dataset.name} has {num_classes}")
     if data.partition == "classes":
@@ -195,16 +197,6 @@ def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: Ran
             holds[client, rng.choice(num_classes, size=free, replace=False, p=weights / weights.sum())] = True
         left -= holds[client]
     return holds
-
-
-def _choose_dominant(dataset: Dataset, data: Data, rng: Random) -> Array:
-    """All classes, of which a few random ones together make up `dominant_share`."""
-    num_classes, few, share = len(dataset.classes), int(data.dominant_classes), float(data.dominant_share)
-    if few >= num_classes or share <= few / num_classes:
-        what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
-        raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
-    holds = assign_classes(int(data.clients), num_classes, few, rng)
-    return np.where(holds, share / few, (1 - share) / (num_classes - few))
 
 
 def _deal(data: Data, available: Array, seed: int, samples: int) -> Array:

@@ -10,8 +10,8 @@ from pfedla.data.dataset import Dataset
 from pfedla.data.datasets import KNOWN
 
 Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
-TEST_SHARE = 0.3  # the paper's
 MOST_CELLS = 2**24  # clients times classes: the size of the tables
+COMMON = {"clients": 10, "test_share": 0.3}  # the paper's
 DEFAULTS: dict[str, dict[str, Any]] = {  # of what not all partitions use, or not alike
     "classes": {"classes_per_client": 4},
     "dominant": {"dominant_classes": 2, "dominant_share": 0.6},
@@ -67,7 +67,7 @@ def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
 
     Refuse what would be ignored. `samples_per_client` stays "auto" if the split takes as many examples as there are.
     """
-    owners, known, there = len(dataset.client_names), KNOWN.get(data.dataset), len(dataset.classes)
+    owners, known = len(dataset.client_names), KNOWN.get(data.dataset)
     partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
     fixed = DEFAULTS["toy"] if partition == "toy" else {}
     if partition == "client":
@@ -75,14 +75,9 @@ def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
             raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client', the owner of each example")
         fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
         fixed |= {} if dataset.test is None else {"test_share": AUTO}
-    used = {
-        "clients": 10,
-        "classes_limit": min(there, (known and known.classes_limit) or there),
-        "samples_per_client": (known and known.samples_per_client) or AUTO,
-        "test_share": TEST_SHARE,
-        **DEFAULTS[partition],
-        **fixed,
-    }
+    samples, limit = (known.samples_per_client, known.classes_limit) if known else (None, None)
+    used = {**COMMON, "samples_per_client": samples or AUTO, **DEFAULTS[partition], **fixed}
+    used.setdefault("classes_limit", min(len(dataset.classes), limit or len(dataset.classes)))
     given = {key: value for key, value in data if value != AUTO}
     dataset = dataset.keep_classes(given.get("classes_limit", used["classes_limit"]))
     num_classes = len(dataset.classes)
