@@ -211,8 +211,7 @@ def read_cifar(files: Sequence[Path], num_classes: int, digests: Mapping[str, st
     for path, size, part in zip(files, sizes, parts, strict=True):
         whole = 0 < size <= LARGEST_FILE and size == part * unit * record
         _check(path, whole, f"{size} bytes are not {part * unit} records of CIFAR's binary version")
-        published = unit != CIFAR_BATCH or sha256(path) == digests[path.name]
-        _check(path, published, "its checksum is not the published one")
+        _check(path, unit != CIFAR_BATCH or sha256(path) == digests[path.name], "its checksum is not the published one")
         pieces.append(np.fromfile(path, np.uint8).reshape(-1, record))
         _check(path, bool((pieces[-1][:, :kinds] < num_labels).all()), "labels out of range")
     records = np.concatenate(pieces)

@@ -16,8 +16,7 @@ from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
 from pfedla.data import datasets
 from pfedla.data.dataset import Array, Dataset, dataset_of
-from pfedla.data.partition import leaked_share, split_dataset
-from pfedla.data.recipe import Data, resolve
+from pfedla.data.partition import Data, leaked_share, resolve, split_dataset
 
 
 class Examples(NamedTuple):
