@@ -28,9 +28,9 @@ from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.files import read_object, read_tensors, safe_name
 from pfedla.core.models import MODELS, build_model
 from pfedla.core.tasks import task_of
-from pfedla.data import formats
+from pfedla.data import dataset
+from pfedla.data.dataset import load_arrays, read_cifar, read_idx_pair
 from pfedla.data.federation import federation_of
-from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
 from pfedla.report.reading import read_result, round_of
 from pfedla.report.tables import failures_lines, result_table, traffic_line, warnings
 from pfedla.runs.build import build
@@ -221,7 +221,7 @@ def test_bombs_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     packed = write_npz(tmp_path / "zeros.npz", zeros, zipfile.ZIP_DEFLATED)
     assert packed.stat().st_size < size / 500
     assert load_arrays(write_npz(tmp_path / "x.npz", small)).x.shape == (4, 1)
-    monkeypatch.setattr(formats, "LARGEST_ARRAY", size + 200)
+    monkeypatch.setattr(dataset, "LARGEST_ARRAY", size + 200)
     for path in (packed, write_npz(tmp_path / "lzma.npz", small, zipfile.ZIP_LZMA)):
         with at_most(2**27), pytest.raises(PfedlaError, match=r"x\.npy"):
             load_arrays(path)
@@ -253,7 +253,7 @@ def test_damaged_data_are_read_or_refused(tmp_path: Path, data: st.DataObject) -
     write(tmp_path, files | {name: data.draw(damaged(files[name]))})
     paths = [tmp_path / file for file in files]
     with at_most(GIBIBYTE), suppress(PfedlaError):
-        x, y = read_idx_pair(*paths, 10) if name in IDX else read_cifar(paths, (1,) * 6, (10,), {})[::-1]
+        x, y = read_idx_pair(*paths, 10) if name in IDX else read_cifar(paths, 10, {})
         assert x.shape == ((len(y), 28, 28) if name in IDX else (len(y), 3, 32, 32))
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from pfedla.algorithms import create
 from pfedla.core.errors import PfedlaError
 from pfedla.core.tasks import task_of
-from pfedla.data.dataset import dataset_of, pixel_statistics
+from pfedla.data.dataset import dataset_of, load_arrays, pixel_statistics
 from pfedla.data.federation import Federation, federation_of
-from pfedla.data.formats import load_arrays
 
 
 def test_own_images_and_vectors(tmp_path) -> None:
@@ -36,8 +35,7 @@ def test_own_clients_and_a_ready_test_split_are_honoured() -> None:
 
 
 def test_uint8_images_are_normalised_by_training_data_alone() -> None:
-    x = np.zeros((20, 4, 4), np.uint8)
-    x[:10] = 10
+    x = np.repeat([10, 0], 10).astype(np.uint8)[:, None, None] + np.zeros((20, 4, 4), np.uint8)
     x[::2] += 2
     federation = federation_of(x, np.arange(20) % 2, np.zeros(20, int), np.arange(20) >= 10)
     assert (federation.mean, federation.std) == ((11.0,), (1.0,))

@@ -14,8 +14,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.data.dataset import Dataset, dataset_of
 from pfedla.data.datasets import load
 from pfedla.data.federation import Federation, build_federation, federation_of
-from pfedla.data.partition import DEALT, round_shares, round_table, split_statistics
-from pfedla.data.recipe import DEFAULTS, Data
+from pfedla.data.partition import DEALT, DEFAULTS, Data, round_shares, round_table, split_statistics
 from pfedla.runs.experiment import Experiment, read_toml
 
 DRAWN = [name for name in DEFAULTS if name != "client"]

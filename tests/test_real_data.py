@@ -66,7 +66,7 @@ import json, os, time
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 from pfedla.data.federation import build_federation
-from pfedla.data.recipe import Data
+from pfedla.data.partition import Data
 before, start = resident(), time.perf_counter()
 data, federation = build_federation(Data(dataset="cifar10", clients=100), 0)
 seconds = time.perf_counter() - start

@@ -1,1 +1,1 @@
-"""Files to arrays (datasets, formats), labels to indices (partition), arrays to clients (federation)."""
+"""Files to arrays (dataset, datasets), labels to indices (partition), arrays to clients (federation)."""

@@ -1,7 +1,4 @@
-"""The data sets of catalogue.toml: where their files come from, and how they are loaded.
-
-Training and test images are pooled, as in the paper.
-"""
+"""The data sets of catalogue.toml: where their files come from, how they are loaded (training and test pooled)."""
 
 import os
 import shutil
@@ -18,8 +15,7 @@ from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import sha256
-from pfedla.data.dataset import Array, Dataset, pixel_statistics
-from pfedla.data.formats import load_arrays, read_cifar, read_idx_pair
+from pfedla.data.dataset import Dataset, load_arrays, pixel_statistics, read_cifar, read_idx_pair
 
 
 class Source(BaseModel, frozen=True):
@@ -121,39 +117,32 @@ def load(name: str) -> Dataset:
     if name.endswith(".npz"):
         return load_arrays(Path(name))
     known, (here, place, _) = find(name), state_of(name)
-    if known.source and not here:
-        lacking = f"{known.source.home} lacks {known.source.lacking()}"
-        raise PfedlaError(f"{lacking}; `pfedla data fetch {name}` downloads {known.source.megabytes} MB")
-    if place and place.suffix == ".npz":
+    source, place = known.source, place or Path()
+    if source and not here:
+        lacking = f"{source.home} lacks {source.lacking()}"
+        raise PfedlaError(f"{lacking}; `pfedla data fetch {name}` downloads {source.megabytes} MB")
+    if place.suffix == ".npz":
         dataset = load_arrays(place)
         labels = {str(number): label for number, label in enumerate(known.classes)}
         if labels.keys() >= {*dataset.classes}:
             dataset = replace(dataset, classes=tuple(labels[number] for number in dataset.classes))
         return replace(dataset, name=name, subset=str(place))
-    x, y, num_training = _read(known, place or Path())
     mean, std = (tuple(255 * value for value in values) for values in (known.mean, known.std))
-    if not mean:
-        mean, std = pixel_statistics(x[:num_training])
-    return Dataset(name=name, x=x, y=y, classes=known.classes, mean=mean, std=std)
-
-
-def _read(known: Known, place: Path) -> tuple[Array, Array, int]:
-    """Return images, labels, and how many of them are the official training images."""
-    if known.source is None:
+    if source is None:
         from sklearn.datasets import load_digits
 
         bunch = load_digits()
-        return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64), len(bunch.target)
-    paths = [*known.source.find(place).values()]
-    if known.format == "cifar":  # of CIFAR-100 the fine labels
-        parts, num_labels = ((5, 1), (20, 100)) if len(known.classes) == 100 else ((1, 1, 1, 1, 1, 1), (10,))
-        labels, x = read_cifar(paths, parts, num_labels, known.source.sha256)
-        return x, labels[:, -1], len(x)
-    first = 1 if known.split == "letters" else 0
-    train, test = (read_idx_pair(paths[part], paths[part + 1], len(known.classes), first) for part in (0, 2))
-    x, y = (np.concatenate(pair) for pair in zip(train, test, strict=True))
-    x = x.transpose(0, 2, 1) if known.split else x  # EMNIST's images are transposed in its files
-    return np.ascontiguousarray(x)[:, None], y, len(train[1])
+        x, y = bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64)
+    elif known.format == "cifar":
+        x, y = read_cifar([*source.find(place).values()], len(known.classes), source.sha256)
+    else:
+        paths, first = [*source.find(place).values()], 1 if known.split == "letters" else 0
+        train, test = (read_idx_pair(paths[part], paths[part + 1], len(known.classes), first) for part in (0, 2))
+        x, y = (np.concatenate(pair) for pair in zip(train, test, strict=True))
+        x = x.transpose(0, 2, 1) if known.split else x  # EMNIST's images are transposed in its files
+        x = np.ascontiguousarray(x)[:, None]
+        mean, std = (mean, std) if mean else pixel_statistics(x[: len(train[1])])
+    return Dataset(name=name, x=x, y=y, classes=known.classes, mean=mean, std=std)
 
 
 def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:

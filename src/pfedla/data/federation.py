@@ -1,7 +1,7 @@
 """Arrays to clients: the partitioned data, kept compact and normalised when a client uses them."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,7 @@ from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
 from pfedla.data import datasets
 from pfedla.data.dataset import Array, Dataset, dataset_of
-from pfedla.data.partition import leaked_share, split_dataset
-from pfedla.data.recipe import Data, resolve
+from pfedla.data.partition import Data, leaked_share, resolve, split_dataset
 
 
 class Examples(NamedTuple):
@@ -52,17 +51,12 @@ class Outline:
     def normalise(self, x: Tensor) -> Tensor:
         return normalise(x, self.mean, self.std)
 
-    def fingerprint_of(self, digests: Iterable[str]) -> str:
-        """Return the SHA-256 of all clients' digests and of how their examples are normalised."""
-        content = repr((self.classes, self.mean, self.std, self.names, *digests))
-        return hashlib.sha256(content.encode()).hexdigest()
-
     def class_counts(self) -> Array | None:
         """Return [clients, 2 (train, test), classes], or None where the server does not know them."""
         return None
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of all examples, or "" where the server does not know it."""
+        """Return the SHA-256 of all examples and how they are normalised, or "" where the server does not know it."""
         return ""
 
 
@@ -74,10 +68,9 @@ class Federation(Outline):
         self.train, self.test = tuple(train), tuple(test)
         num_examples = torch.tensor([len(examples.y) for examples in self.train])
         super().__init__(tuple(self.train[0].x.shape[1:]), classes, num_examples, **known)
-        for name, own, held_out in zip(self.names, self.train, self.test, strict=True):
-            if not len(own.y) or not len(held_out.y):
-                has = f"{len(own.y)} training, {len(held_out.y)} test examples"
-                raise PfedlaError(f"client {name} has {has}: it needs both")
+        for name, own, held in zip(self.names, self.train, self.test, strict=True):
+            if not len(own.y) or not len(held.y):
+                raise PfedlaError(f"client {name} has {len(own.y)} training, {len(held.y)} test examples: needs both")
 
     def __repr__(self) -> str:
         sizes = f"{self.num_examples.min()}-{self.num_examples.max()} training examples"
@@ -86,12 +79,11 @@ class Federation(Outline):
     def only(self, clients: Sequence[int]) -> "Federation":
         """Return some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
-        names = tuple(self.names[client] for client in clients)
-        known: dict[str, Any] = {"mean": self.mean, "std": self.std, "subset": self.subset, "names": names}
+        known: dict[str, Any] = {"mean": self.mean, "std": self.std, "subset": self.subset}
+        known["names"] = tuple(self.names[client] for client in clients)
         if self.leaked_share:  # by their content, as their positions in the data set are not kept
-            known["leaked_share"] = leaked_share(
-                *([map(bytes, one.x.numpy()) for one in part] for part in (train, test))
-            )
+            contents = ([map(bytes, one.x.numpy()) for one in part] for part in (train, test))
+            known["leaked_share"] = leaked_share(*contents)
         return Federation(train, test, self.classes, **known)
 
     def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
@@ -106,7 +98,8 @@ class Federation(Outline):
         return self.only(seen), self.only(unseen)
 
     def fingerprint(self) -> str:
-        return self.fingerprint_of(map(digest_of, self.train, self.test))
+        content = repr((self.classes, self.mean, self.std, self.names, *map(digest_of, self.train, self.test)))
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def class_counts(self) -> Array:
         parts, length = zip(self.train, self.test, strict=True), len(self.classes)

@@ -1,21 +1,36 @@
-"""Labels to clients: how many examples of each class every client gets (a rule), and which ones.
+"""The [data] section, and labels to clients: how many examples of each class a client gets (a rule), and which ones.
 
-Clients are disjoint unless asked otherwise. Training and test examples of a client have the same distribution
-(per class within one, totals exact). An axis [2] is training, test.
+A client's training and test examples have the same distribution (per class within one). An axis [2] is training, test.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.settings import AUTO
+from pfedla.core.settings import AUTO, Auto, Option, Positive, Section, Share
 from pfedla.data.dataset import Array, Dataset
-from pfedla.data.recipe import Data
+from pfedla.data.datasets import KNOWN
 
+Partition = Literal["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy", "client"]
+MOST_CELLS = 2**24  # clients times classes: the size of the tables
+COMMON = {"clients": 10, "test_share": 0.3}  # the paper's
+DEFAULTS: dict[str, dict[str, Any]] = {  # of what not all partitions use, or not alike
+    "classes": {"classes_per_client": 4},
+    "dominant": {"dominant_classes": 2, "dominant_share": 0.6},
+    "dirichlet": {"beta": 0.5},
+    "shards": {"shards_per_client": 2},
+    "iid": {},
+    "twins": {"clients": 8, "classes_per_client": 4},
+    "chain": {"clients": 8, "classes_per_client": 4},
+    "toy": {"clients": 6, "classes_per_client": 3, "classes_limit": 9},
+    "client": {},
+}
+MANY_CLASSES = {"classes": {"classes_per_client": 12}, "dominant": {"dominant_classes": 6}}  # of a hundred or more
 LARGEST = 2**33  # bytes of all clients' examples
 FEWEST = 10  # a dirichlet draw that leaves a client fewer examples, or fewer than half the mean, is repeated
 DRAWS = 1000
@@ -24,6 +39,73 @@ DEALT = ("iid", "shards", "dirichlet")
 Random = np.random.Generator
 Split = list[list[Array]]  # [2, clients]: positions in the data set
 Count = Callable[[int], Array]  # samples per client -> examples [clients, classes]
+
+
+class Data(Section):
+    """Which data, and how they are split into clients."""
+
+    dataset: Annotated[str, Option("dataset", "-d")] = "digits"
+    """A name of `pfedla data list`, or a file.npz of your own."""
+    classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO
+    """Use only the first classes. auto: all; emnist 10, partition toy 9."""
+    partition: Annotated[Partition | Auto, Option("partition")] = AUTO
+    """classes: a few classes per client (non-IID_1); dominant: all classes, a few dominate (non-IID_2);
+    dirichlet, shards, iid; twins, chain, toy: the paper's analyses; client: the owners in the data. auto:
+    client if the data have owners, else classes."""
+    clients: Annotated[Positive | Auto, Option("clients")] = AUTO
+    """Number of clients. auto: 10, or the data's own; twins and chain 8, toy 6."""
+    samples_per_client: Annotated[Positive | Auto, Option("samples")] = AUTO
+    """Training and test examples per client. auto: 600 as in the paper; digits and own data all there are."""
+    classes_per_client: Positive | Auto = AUTO
+    """Classes per client (classes, twins, chain, toy). auto: 4; 12 of a hundred or more (classes); toy 3."""
+    dominant_classes: Positive | Auto = AUTO
+    """Dominant classes per client (dominant). auto: 2; 6 of a hundred classes or more."""
+    dominant_share: Share | Auto = AUTO
+    """Share of a client's examples that is of its dominant classes (dominant). auto: 0.6."""
+    beta: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | Auto = AUTO
+    """Concentration of the Dirichlet distribution (dirichlet): smaller is more heterogeneous. auto: 0.5."""
+    shards_per_client: Positive | Auto = AUTO
+    """Pieces of the examples sorted by class per client (shards). auto: 2."""
+    overlapping: bool = False
+    """Let all clients draw from one pool: test examples of one client may be training examples of another."""
+    test_share: Share | Auto = AUTO
+    """Share of a client's examples that is held out for test. auto: 0.3, or the split that own data bring."""
+
+    @property
+    def split_name(self) -> str:
+        """The partition as results name it; an overlap between clients is never left out."""
+        return f"{self.partition}{'-overlapping' if self.overlapping else ''}"
+
+
+def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
+    """Decide every "auto" that the partition uses, keep the examples of the classes used; refuse what it ignores."""
+    owners, known = len(dataset.client_names), KNOWN.get(data.dataset)
+    partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
+    fixed = DEFAULTS["toy"] if partition == "toy" else {}
+    if partition == "client":
+        if not owners:
+            raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client', the owner of each example")
+        fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
+        fixed |= {} if dataset.test is None else {"test_share": AUTO}
+    samples, limit = (known.samples_per_client, known.classes_limit) if known else (None, None)
+    used = {**COMMON, "samples_per_client": samples or AUTO, **DEFAULTS[partition], **fixed}  # AUTO: all there are
+    used.setdefault("classes_limit", min(len(dataset.classes), limit or len(dataset.classes)))
+    given = {key: value for key, value in data if value != AUTO}
+    dataset = dataset.keep_classes(given.get("classes_limit", used["classes_limit"]))
+    num_classes = len(dataset.classes)
+    used |= MANY_CLASSES.get(partition, {}) if num_classes >= 100 else {}
+    most = {"classes_per_client": num_classes, "dominant_classes": max(1, num_classes // 2)}
+    used |= {key: min(used[key], most[key]) for key in used.keys() & most.keys()}
+    for key, value in given.items():
+        if key not in used and any(key in others for others in DEFAULTS.values()):
+            raise PfedlaError(f"{key} is not used by partition '{partition}'; leave it out")
+        if value != fixed.get(key, value):
+            raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
+    resolved = data.model_copy(update={**used, **given, "partition": partition, "classes_limit": num_classes})
+    if int(resolved.clients) > len(dataset.y) or int(resolved.clients) * num_classes > MOST_CELLS:
+        there_are = f"{len(dataset.y)} examples; clients times classes may be {MOST_CELLS:,}"
+        raise PfedlaError(f"clients = {resolved.clients} is too many: {dataset.name} has {there_are}")
+    return resolved, dataset
 
 
 def split_dataset(dataset: Dataset, data: Data, rng: Random) -> Split:
@@ -106,16 +188,14 @@ def _group(owner: Array, clients: int) -> list[Array]:
 def _split_by_client(dataset: Dataset, data: Data, rng: Random) -> Split:
     """Split by the owners that the data name; the test split is theirs, or drawn per class."""
     assert dataset.client is not None  # `resolve` has seen it
-    own_rows = _group(dataset.client, len(dataset.client_names))
-    if dataset.test is not None:
-        test = [rows[dataset.test[rows]] for rows in own_rows]
-    else:
+    own_rows, test = _group(dataset.client, len(dataset.client_names)), dataset.test
+    if test is None:
+        test = np.zeros(len(dataset.y), bool)
         examples = np.stack([np.bincount(dataset.y[rows], minlength=len(dataset.classes)) for rows in own_rows])
-        test = []
         for rows, quota in zip(own_rows, quotas_of(examples, data)[1], strict=True):
-            picked = [rng.permutation(rows[dataset.y[rows] == label])[:count] for label, count in enumerate(quota)]
-            test.append(np.sort(np.concatenate(picked)))
-    return [list(map(np.setdiff1d, own_rows, test)), test]
+            for label, count in enumerate(quota):
+                test[rng.permutation(rows[dataset.y[rows] == label])[:count]] = True
+    return [[rows[test[rows] == part] for rows in own_rows] for part in (False, True)]
 
 
 def leaked_share(train: Iterable[Iterable[Any]], test: Iterable[Iterable[Any]]) -> float:
@@ -145,9 +225,6 @@ def split_statistics(counts: Array) -> dict[str, Any]:
     return found | {"mean_pairwise_distance": distance / max(1, pairs)}
 
 
-# The rules: the paper's non-IID_1 ("classes") and non-IID_2 ("dominant"), and other splits
-
-
 def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array]:
     """Draw which client gets which class; also return how many of each class one sample per client takes [classes]."""
     clients = int(data.clients)
@@ -155,13 +232,21 @@ def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array
         available = np.bincount(dataset.y, minlength=len(dataset.classes))
         seed = int(rng.integers(2**63))
         return partial(_deal, data, available, seed), clients * available / available.sum()
-    shares = (_choose_dominant if data.partition == "dominant" else _choose_holders)(dataset, data, rng)
+    shares = _choose_shares(dataset, data, rng)
     return lambda samples: round_table(samples * shares), shares.max(0) if data.overlapping else shares.sum(0)
 
 
-def _choose_holders(dataset: Dataset, data: Data, rng: Random) -> Array:
-    """Give each client a few classes, of all the same share [clients, classes]."""
-    clients, each, num_classes = int(data.clients), int(data.classes_per_client), len(dataset.classes)
+def _choose_shares(dataset: Dataset, data: Data, rng: Random) -> Array:
+    """Give each client a few classes of the same share; "dominant": all, a few make up `dominant_share`."""
+    clients, num_classes = int(data.clients), len(dataset.classes)
+    if data.partition == "dominant":
+        few, share = int(data.dominant_classes), float(data.dominant_share)
+        if few >= num_classes or share <= few / num_classes:
+            what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
+            raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
+        holds = assign_classes(clients, num_classes, few, rng)
+        return np.where(holds, share / few, (1 - share) / (num_classes - few))
+    each = int(data.classes_per_client)
     if num_classes < (needed := {"chain": each + 1, "twins": 2 * each}.get(data.partition, each)):
         raise PfedlaError(f"classes_per_client = {each} needs {needed} classes, {dataset.name} has {num_classes}")
     if data.partition == "classes":
@@ -195,16 +280,6 @@ def assign_classes(num_clients: int, num_classes: int, per_client: int, rng: Ran
             holds[client, rng.choice(num_classes, size=free, replace=False, p=weights / weights.sum())] = True
         left -= holds[client]
     return holds
-
-
-def _choose_dominant(dataset: Dataset, data: Data, rng: Random) -> Array:
-    """All classes, of which a few random ones together make up `dominant_share`."""
-    num_classes, few, share = len(dataset.classes), int(data.dominant_classes), float(data.dominant_share)
-    if few >= num_classes or share <= few / num_classes:
-        what = f"dominant_classes = {few} of {num_classes} with dominant_share = {share}"
-        raise PfedlaError(f"{what} would not dominate; use fewer classes or a larger share")
-    holds = assign_classes(int(data.clients), num_classes, few, rng)
-    return np.where(holds, share / few, (1 - share) / (num_classes - few))
 
 
 def _deal(data: Data, available: Array, seed: int, samples: int) -> Array:

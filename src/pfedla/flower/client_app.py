@@ -26,8 +26,8 @@ from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
 from pfedla.core.settings import EngineSettings
+from pfedla.data.dataset import load_arrays
 from pfedla.data.federation import Examples, build_federation, digest_of, federation_of_one
-from pfedla.data.formats import load_arrays
 from pfedla.engines.client import Client, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer, read_config
 from pfedla.flower.deployment import Deployment

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pfedla.core import settings
 from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Option, Positive, Section
-from pfedla.data.recipe import Data
+from pfedla.data.partition import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
 

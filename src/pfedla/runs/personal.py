@@ -15,8 +15,8 @@ from pfedla.core.files import read_object, read_tensors, write_tensors, write_te
 from pfedla.core.models import outline
 from pfedla.core.tasks import task_of
 from pfedla.core.training import evaluate
+from pfedla.data.dataset import load_arrays
 from pfedla.data.federation import Examples, Federation, build_federation, digest_of, federation_of_one, normalise
-from pfedla.data.formats import load_arrays
 from pfedla.runs.experiment import SITES, Experiment, read_toml
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, new_folder
 
