@@ -15,6 +15,8 @@ from pfedla.core.settings import AUTO, Option, Positive, Section
 from pfedla.data.recipe import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
+# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
+REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
 
 
 class AlgorithmSection(Section):
@@ -80,9 +82,7 @@ class Experiment(Section):
         return {key: value for key, value in values.items() if value != {}}
 
 
-class Place(NamedTuple):
-    """Where a setting stands in the experiment file."""
-
+class Place(NamedTuple):  # of a setting in the experiment file
     section: str  # empty: at the top
     key: str
     field: FieldInfo
@@ -101,10 +101,6 @@ def list_settings() -> dict[str, Place]:
     return found
 
 
-# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
-REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
-
-
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translate an experiment that a run of format 1 wrote into today's settings."""
     from pfedla.algorithms import default_options
@@ -113,8 +109,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
         values = overlay(values, {"engine": {"compile": engine["compile"] == "on"}})
     if isinstance(algorithm, dict):
-        # pfedla and heurpfedla had a rule: "paper" is what they are now, "held-out" is pfedla-heldout.
-        if algorithm.get("rule") == "held-out":
+        if algorithm.get("rule") == "held-out":  # the other rule, "paper", is what pfedla and heurpfedla are now
             algorithm = algorithm | {"name": "pfedla-heldout", "sketch": "exact"}
         if "rule" in algorithm:
             known = {"name", *default_options(algorithm.get("name", "pfedla"))}

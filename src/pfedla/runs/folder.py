@@ -1,8 +1,4 @@
-"""The run folder: what the run is made of, a line per evaluated round, its weights, its whole state. Never a pickle.
-
-checkpoints/round-<r>.safetensors holds the server's state, every client's, and the snapshots of alpha after round r;
-checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files.
-"""
+"""The run folder: what the run is made of, a line per evaluated round, its weights, its whole state. Never a pickle."""
 
 import hashlib
 import json
@@ -55,8 +51,7 @@ class RunFolder:
     """A run's place on disk, locked while it is entered."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path = path
-        self.reopened = resume and path.is_dir()
+        self.path, self.reopened = path, resume and path.is_dir()
         if not self.reopened:
             new_folder(path)
         self._lock = FileLock(path / ".lock")
@@ -98,14 +93,13 @@ class RunFolder:
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
         elif any(self.path.glob("[!.]*")):
             raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
-        made_of, runs_on = describe_federation(built.federation), describe_environment()
-        if built.unseen is not None:
-            made_of["unseen"] = built.unseen.names
+        made_of = describe_federation(built.federation) | ({"unseen": built.unseen.names} if built.unseen else {})
+        runs_on = describe_environment()
         for name, content in ((FEDERATION, made_of), (ENVIRONMENT, runs_on)):
             if not (self.path / name).exists():
                 self.write_json(name, content)
-        before, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
-        if before and now and before != now:  # a server may not know it
+        first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
+        if first and now and first != now:  # a server may not know it
             raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
         started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
         if changed := differences(started_on, runs_on):
@@ -199,7 +193,7 @@ def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
 
 
 class Checkpoints:
-    """The last two checkpoints of a run, and when the next is due."""
+    """The last two checkpoints of a run: tensors, then the rest in JSON with the SHA-256 of both files."""
 
     def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
         self.run, self.folder, self.experiment, self.say = run, run / "checkpoints", experiment, say
@@ -280,9 +274,8 @@ class Checkpoints:
 
 def check_same(run: Path, before: Experiment, now: Experiment) -> None:
     """Refuse to resume a run whose identity differs."""
-    if changed := differences(before.identity(), now.identity()):
-        problem = f"Cannot resume {run}: settings differ ({'; '.join(changed)})"
-        raise PfedlaError(f"{problem}. Use the original settings, or another --out")
+    if what := "; ".join(differences(before.identity(), now.identity())):
+        raise PfedlaError(f"Cannot resume {run}: settings differ ({what}). Use the original settings, or another --out")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

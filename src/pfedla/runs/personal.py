@@ -59,7 +59,6 @@ class PersonalModel(nn.Module):
         # Two untrusted files must agree on the sizes before anything of that size is made.
         tensors = read_tensors(run / model, task_of(self.module).initial())
         self.module.load_state_dict(tensors, assign=True)
-        self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(normalise(x.float(), self.federation.mean, self.federation.std))  # type: ignore[no-any-return]
@@ -91,7 +90,7 @@ def load_personal(run: Path, client: str) -> PersonalModel:
     found |= {name: number for number, name in enumerate(names)}
     if client not in found:
         raise unknown("client", client, [*names, *joined])
-    return PersonalModel(run, found[client], experiment, federation)
+    return PersonalModel(run, found[client], experiment, federation).eval()
 
 
 def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, Any]:

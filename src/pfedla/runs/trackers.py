@@ -1,8 +1,4 @@
-"""Experiment trackers: TensorBoard, MLflow or Weights & Biases get what the run folder holds.
-
-A tracker is opened when a run starts or resumes. It gets the lines of rounds.jsonl that are there, then each
-as it is written; nothing is sent twice. The trackers' packages are extras, imported only when asked for.
-"""
+"""Experiment trackers: TensorBoard, MLflow, Weights & Biases. Their packages are imported only when asked for."""
 
 import json
 import logging
@@ -19,9 +15,8 @@ from pfedla.core.files import read_object, write_text
 from pfedla.report.reading import flatten, read_experiment, read_rounds
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
-# Keys of rounds.jsonl and result.json that are metrics.
 MEASURES = ["accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds", "traffic"]
-MEASURES += ["down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"]
+MEASURES += ["down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"]  # metrics in rounds.jsonl, result.json
 
 
 def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
@@ -134,7 +129,7 @@ def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class Tracking(AbstractContextManager["Tracking"]):
-    """A run's trackers. One that fails is reported and left out: it can catch up from the folder later."""
+    """A run's trackers: they get each line of rounds.jsonl once. One that fails is left out and can catch up later."""
 
     def __init__(self, names: Iterable[str], folder: Path, say: Callable[[str], None]) -> None:
         self.names, self.folder, self.say = names, folder, say
