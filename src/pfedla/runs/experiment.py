@@ -175,8 +175,7 @@ def parse_assignment(assignment: str) -> dict[str, Any]:
     if not equals or len(parts) > 2 or not all(parts):
         raise PfedlaError(f"--set {shown(assignment)}: write section.key=value, for example algorithm.neighbours=5")
     try:
-        # No option takes a NaN, but `nan` is the name of an attack.
-        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
+        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]  # nan names an attack
     except ValueError:
         value = text
     return {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}}

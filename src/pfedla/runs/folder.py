@@ -98,12 +98,13 @@ class RunFolder:
         for name, content in ((FEDERATION, made_of), (ENVIRONMENT, runs_on)):
             if not (self.path / name).exists():
                 self.write_json(name, content)
-        first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
-        if first and now and first != now:  # a server may not know it
-            raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
-        started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
-        if changed := differences(started_on, runs_on):
-            say(f"another environment than the run was started in ({'; '.join(changed)}): the last bits may differ")
+        if self.reopened:
+            first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
+            if first and now and first != now:  # a server may not know it
+                raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
+            started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
+            if changed := "; ".join(differences(started_on, runs_on)):
+                say(f"another environment than the run was started in ({changed}): the last bits may differ")
         return None
 
     def prepare_resume(self, round: int) -> None:
