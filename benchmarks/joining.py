@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
-from pfedla.runs.joining import ROUNDS, join
+from pfedla.runs.joining import join
 from pfedla.runs.run import Run
 
 OUT = Path(__file__).parent / "results" / "joining.jsonl"
@@ -71,7 +71,7 @@ def main(
     rounds: int = 20,
     local_epochs: int = 5,
     unseen_clients: float = 0.2,
-    joining_rounds: int = ROUNDS,
+    joining_rounds: int = 10,
     out: Path = OUT,
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []

@@ -15,6 +15,8 @@ from pfedla.core.settings import AUTO, Option, Positive, Section
 from pfedla.data.partition import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
+# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
+REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
 
 
 class AlgorithmSection(Section):
@@ -69,10 +71,7 @@ class Experiment(Section):
         return tomli_w.dumps(values)
 
     def identity(self) -> dict[str, Any]:
-        """Return what the numbers of each round depend on, as far as it differs from the defaults.
-
-        A resumed run must have the same identity. A new option with a default leaves it as it was.
-        """
+        """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
         may_change: Any = {"rounds": True, "checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
@@ -83,9 +82,7 @@ class Experiment(Section):
         return {key: value for key, value in values.items() if value != {}}
 
 
-class Place(NamedTuple):
-    """Where a setting stands in the experiment file."""
-
+class Place(NamedTuple):  # of a setting in the experiment file
     section: str  # empty: at the top
     key: str
     field: FieldInfo
@@ -95,50 +92,40 @@ class Place(NamedTuple):
 def list_settings() -> dict[str, Place]:
     """Return every setting by its short name: the name of its option, or its key. Made from the sections' fields."""
     found: dict[str, Place] = {}
-    sections: list[tuple[str, type[Section]]] = [("", Experiment)]
-    for section, kind in sections:
-        for key, field in kind.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                sections.append((key, field.annotation))  # its turn comes later
-                continue
-            option = next((mark for mark in field.metadata if isinstance(mark, Option)), None)
-            found[option.name.replace("-", "_") if option else key] = Place(section, key, field, option)
+    sections = {"": Experiment()} | {key: value for key, value in Experiment() if isinstance(value, Section)}
+    for section, defaults in sections.items():
+        for key, field in type(defaults).model_fields.items():
+            if section or key not in sections:
+                option = next((mark for mark in field.metadata if isinstance(mark, Option)), None)
+                found[option.name.replace("-", "_") if option else key] = Place(section, key, field, option)
     return found
 
 
-# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
-REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
-
-
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate an experiment that a run of format 1 wrote into today's settings.
-
-    In format 1 `pfedla` and `heurpfedla` had a `rule`: "paper" is what they are now, "held-out" is pfedla-heldout.
-    """
+    """Translate an experiment that a run of format 1 wrote into today's settings."""
     from pfedla.algorithms import default_options
 
-    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     engine, algorithm = values.get("engine"), values.get("algorithm")
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
-        engine["compile"] = engine["compile"] == "on"
+        values = overlay(values, {"engine": {"compile": engine["compile"] == "on"}})
     if isinstance(algorithm, dict):
-        rule = algorithm.pop("rule", None)
-        if rule == "held-out":
-            algorithm |= {"name": "pfedla-heldout", "sketch": "exact"}
-        known = algorithm if rule is None else ["name", *default_options(algorithm.get("name", "pfedla"))]
-        removed = [key for key, value in algorithm.items() if key not in known or value in REMOVED.get(key, ())]
-        values["algorithm"] = {key: value for key, value in algorithm.items() if key not in removed}
-    return values
+        if algorithm.get("rule") == "held-out":  # the other rule, "paper", is what pfedla and heurpfedla are now
+            algorithm = algorithm | {"name": "pfedla-heldout", "sketch": "exact"}
+        if "rule" in algorithm:
+            known = {"name", *default_options(algorithm.get("name", "pfedla"))}
+            algorithm = {key: value for key, value in algorithm.items() if key in known}
+        kept = {key: value for key, value in algorithm.items() if value not in REMOVED.get(key, ())}
+        values = {**values, "algorithm": kept}
+    return dict(values)
 
 
 def _explain(error: ValidationError) -> str:
     problem = error.errors()[0]
-    where = [str(part) for part in problem["loc"]]
-    key = ".".join(where[:2])
+    section, *inner = (str(part) for part in problem["loc"][:2])
+    key = ".".join([section, *inner])
     if problem["type"] == "extra_forbidden":
-        section = where[0] if len(where) > 1 else None
-        fields: Any = Experiment.model_fields[section].annotation if section else Experiment
-        return str(unknown("key", key, (f"{section}.{field}" if section else field for field in fields.model_fields)))
+        known = Experiment().model_dump()
+        return str(unknown("key", key, [f"{section}.{one}" for one in known[section]] if inner else known))
     # A union ("auto" or a number) reports each of its members.
     same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
     messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
@@ -155,20 +142,16 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def gather(file: Path | None, options: Mapping[str, Any], sets: list[str], *, spread: bool = False) -> dict[str, Any]:
-    """Merge the experiment file, the options that were given, and --set; each overrides the one before.
-
-    Options in the file's [algorithm] belong to the algorithm it names; they are dropped if the command names another.
-    With `spread` (compare) they move into a section of that name.
-    """
+    """Merge the experiment file, the options that were given, and --set; each overrides the one before."""
     values = read_toml(file) if file else {}
     section = values.get("algorithm")
     if isinstance(section, dict):
         named = section.get("name", "pfedla")
-        if spread and isinstance(named, str):
+        if spread and isinstance(named, str):  # compare: its options move into a section of that name
             overridden = {"algorithm.name", *(one.partition("=")[0].strip() for one in sets)}
             own = {key: v for key, v in values.pop("algorithm").items() if f"algorithm.{key}" not in overridden}
             values = overlay({named: own} if own else {}, values)
-        elif options.get("algorithm") not in (None, named):
+        elif options.get("algorithm") not in (None, named):  # its options are not those of another algorithm
             values["algorithm"] = {}
     values = overlay(values, nest({name: value for name, value in options.items() if value is not None}))
     for assignment in sets:
@@ -192,8 +175,7 @@ def parse_assignment(assignment: str) -> dict[str, Any]:
     if not equals or len(parts) > 2 or not all(parts):
         raise PfedlaError(f"--set {shown(assignment)}: write section.key=value, for example algorithm.neighbours=5")
     try:
-        # No option takes a NaN, but `nan` is the name of an attack.
-        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]
+        value = text if text.strip() == "nan" else tomllib.loads(f"value = {text}")["value"]  # nan names an attack
     except ValueError:
         value = text
     return {parts[0]: value} if len(parts) == 1 else {parts[0]: {parts[1]: value}}

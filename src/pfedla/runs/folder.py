@@ -1,11 +1,5 @@
-"""The run folder: what the run is made of, a line per evaluated round, its weights, its whole state. Never a pickle.
+"""The run folder: what the run is made of, a line per evaluated round, its weights, its whole state. Never a pickle."""
 
-checkpoints/round-<r>.safetensors holds the server's state, every client's, and the snapshots of alpha;
-checkpoints/round-<r>.json, written after it, holds the rest and the SHA-256 of both files. Together they are what the
-run has in memory after round r.
-"""
-
-import errno
 import hashlib
 import json
 import os
@@ -13,7 +7,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -23,7 +17,6 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, FailFast, Field, SkipValidation
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from pfedla import __version__
 from pfedla.core.contracts import Algorithm, Params, ServerState
@@ -32,18 +25,16 @@ from pfedla.core.files import read_object, read_tensors, safe_name, sha256, writ
 from pfedla.core.rounds import Traffic
 from pfedla.data.federation import Outline
 from pfedla.data.partition import split_statistics
-from pfedla.report.reading import read_result, round_of
+from pfedla.report.reading import Count, flatten, read_result, round_of
 from pfedla.runs.build import Built
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
-LINES, ALPHA, CHECKPOINTS = "rounds.jsonl", "alpha.safetensors", "checkpoints"
+LINES, ALPHA = "rounds.jsonl", "alpha.safetensors"
 SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
-Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 def new_folder(path: Path, hint: str = "choose another folder with --out, or resume it with --resume") -> None:
@@ -60,8 +51,7 @@ class RunFolder:
     """A run's place on disk, locked while it is entered."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path = path
-        self.reopened = resume and path.is_dir()
+        self.path, self.reopened = path, resume and path.is_dir()
         if not self.reopened:
             new_folder(path)
         self._lock = FileLock(path / ".lock")
@@ -74,18 +64,18 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave nothing of a run that failed before anything was learned; say of a full disk what is safe."""
+        """Leave nothing of a run that failed before anything was learned; say after a full disk what is safe."""
         rounds = self.checkpoints.rounds()
         if error is not None and not self.reopened and not rounds and not (self.path / LINES).exists():
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
-        is_full = isinstance(error, OSError) and error.errno in DISK_ERRORS
-        if is_full or (isinstance(error, SafetensorError) and "I/O error" in str(error)):
+        if isinstance(error, (OSError, SafetensorError)):
             safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
-            raise OSError(f"{self.path} cannot be written: {error}; {safe}") from error
+            free = shutil.disk_usage(self.path.parent).free >> 20
+            raise OSError(f"{self.path}: {error} ({free:,} MiB are free there); {safe}") from error
 
     def begin(self, built: Built, say: Callable[[str], None]) -> dict[str, Any] | None:
-        """Write what the run is, or check that it is the same as before; return the result of a finished run."""
+        """Write what the run is, is made of and runs on, or check it; return the result of a finished run."""
         experiment = self.experiment = built.experiment
         self.checkpoints = Checkpoints(self.path, experiment, say)
         if not self.reopened:
@@ -95,33 +85,27 @@ class RunFolder:
             check_same(self.path, before, experiment)
             if experiment.rounds < before.rounds:
                 raise PfedlaError(f"{self.path} has {before.rounds} rounds: it can be extended, not shortened")
-            result = read_result(self.path / RESULT) if (self.path / RESULT).exists() else None
-            if result is not None and result["rounds"] >= experiment.rounds:
-                return result
-            if result is not None and not self.checkpoints.rounds():
-                raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
+            if (self.path / RESULT).exists():
+                result = read_result(self.path / RESULT)
+                if result["rounds"] >= experiment.rounds:
+                    return result
+                if not self.checkpoints.rounds():
+                    raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
         elif any(self.path.glob("[!.]*")):
             raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
-        self._describe(built, say)
-        return None
-
-    def _describe(self, built: Built, say: Callable[[str], None]) -> None:
-        """Write what the run is made of and runs on; of a resumed one, refuse other data and name another machine."""
-        made_of, runs_on = describe_federation(built.federation), describe_environment()
-        if built.unseen is not None:
-            made_of["unseen"] = built.unseen.names
-        if (self.path / FEDERATION).exists():
-            before = read_object(self.path / FEDERATION).get("fingerprint")
-            if before and made_of["fingerprint"] and before != made_of["fingerprint"]:  # a server may not know it
+        made_of = describe_federation(built.federation) | ({"unseen": built.unseen.names} if built.unseen else {})
+        runs_on = describe_environment()
+        for name, content in ((FEDERATION, made_of), (ENVIRONMENT, runs_on)):
+            if not (self.path / name).exists():
+                self.write_json(name, content)
+        if self.reopened:
+            first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
+            if first and now and first != now:  # a server may not know it
                 raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
-        else:
-            self.write_json(FEDERATION, made_of)
-        if (self.path / ENVIRONMENT).exists():
             started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
-            if changed := differences(started_on, runs_on):
-                say(f"another environment than the run was started in ({'; '.join(changed)}): the last bits may differ")
-        else:
-            self.write_json(ENVIRONMENT, runs_on)
+            if changed := "; ".join(differences(started_on, runs_on)):
+                say(f"another environment than the run was started in ({changed}): the last bits may differ")
+        return None
 
     def prepare_resume(self, round: int) -> None:
         """Make the folder ready for the rounds after `round`. Nothing can be refused any more."""
@@ -131,9 +115,8 @@ class RunFolder:
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
         path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        numbered = [(round_of(line), line) for line in lines]
-        kept = [line for n, line in numbered if n and n <= round and (n % every == 0 or n == rounds)]
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        planned = {number for number in range(1, round + 1) if number % every == 0 or number == rounds}
+        write_text(path, "".join(f"{line}\n" for line in lines if round_of(line) in planned))
 
     def add_line(self, line: dict[str, Any]) -> None:
         with (self.path / LINES).open("a", encoding="utf-8") as file:
@@ -150,31 +133,21 @@ def describe_environment() -> dict[str, Any]:
     known = dict(re.findall(r"^([\w ]+\w)\s*: (.*)$", text, re.MULTILINE))
     names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")  # x86's, then ARM's
     cpu_model = " ".join(f"{name} {known[name]}" for name in names if name in known)
-    return {
-        "format": FORMAT,
-        "pfedla": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_model": cpu_model or platform.processor(),
-        "cores": os.cpu_count(),
-    }
+    versions = {"format": FORMAT, "pfedla": __version__, "python": platform.python_version()}
+    versions |= {"torch": str(torch.__version__), "numpy": np.__version__}
+    machine = {"system": f"{platform.system()} {platform.machine()}", "cpu": torch.backends.cpu.get_cpu_capability()}
+    return versions | machine | {"cpu_model": cpu_model or platform.processor(), "cores": os.cpu_count()}
 
 
 def describe_federation(federation: Outline) -> dict[str, Any]:
     """Return what federation.json holds: the split, and how heterogeneous the clients are, as far as it is known."""
-    counts = federation.class_counts()
-    return {
-        **{key: getattr(federation, key) for key in ("shape", "classes", "mean", "std", "subset")},
-        "clients": federation.names,
-        "leaked_test_share": federation.leaked_share,
-        "fingerprint": federation.fingerprint(),
-        "train": [] if counts is None else counts[:, 0].tolist(),
-        "test": [] if counts is None else counts[:, 1].tolist(),
-        "statistics": {} if counts is None else split_statistics(counts),
-    }
+    known = {key: getattr(federation, key) for key in ("shape", "classes", "mean", "std", "subset")}
+    known |= {"clients": federation.names, "leaked_test_share": federation.leaked_share}
+    known["fingerprint"], counts = federation.fingerprint(), federation.class_counts()
+    if counts is None:
+        return known | {"train": [], "test": [], "statistics": {}}
+    train, test = counts.swapaxes(0, 1).tolist()
+    return known | {"train": train, "test": test, "statistics": split_statistics(counts)}
 
 
 def folder_name(experiment: Experiment) -> str:
@@ -196,7 +169,7 @@ class RunState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     server: Annotated[ServerState, SkipValidation, Field(exclude=True)]
-    alphas: Annotated[list[Tensor], SkipValidation, Field(exclude=True)] = []
+    alphas: Annotated[list[torch.Tensor], SkipValidation, Field(exclude=True)] = []
     alpha_rounds: Annotated[list[Count], FailFast()] = []  # the round after which each was taken; 0 is the start
     after_training: Annotated[list[float | None], FailFast()]  # accuracy by client; None: it has never trained
     round: Count = 0
@@ -221,11 +194,10 @@ def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
 
 
 class Checkpoints:
-    """The last two checkpoints of a run, and when the next is due."""
+    """The last two checkpoints of a run: tensors, then the rest in JSON with the SHA-256 of both files."""
 
     def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
-        self.run, self.experiment, self.identity, self.say = run, experiment, experiment.identity(), say
-        self.folder = run / CHECKPOINTS
+        self.run, self.folder, self.experiment, self.say = run, run / "checkpoints", experiment, say
         self._saved_at, self._saved_round = time.monotonic(), 0
 
     def rounds(self) -> list[int]:
@@ -246,16 +218,13 @@ class Checkpoints:
             os.fsync(lines.fileno())
         self.folder.mkdir(exist_ok=True)
         tensors = _flatten(state.server, clients, torch.stack(state.alphas) if state.alphas else None)
-        tensors = {name: value.contiguous() for name, value in tensors.items()}
-        path = self.folder / f"round-{state.round}.json"
-        tensors_path = path.with_suffix(".safetensors")
+        path = self.folder / f"round-{state.round}.safetensors"
         try:
-            write_whole(tensors_path, lambda path: save_file(tensors, path))
-            content = {"format": FORMAT, "experiment": self.identity}
-            content |= {"tensors_sha256": sha256(tensors_path), **state.model_dump(mode="json")}
-            content = {"sha256": _digest(content), "state": content}
-            text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-            write_text(path, text + "\n")
+            write_whole(path, lambda part: save_file(tensors, part))
+            stored = {"format": FORMAT, "experiment": self.experiment.identity(), "tensors_sha256": sha256(path)}
+            stored |= state.model_dump(mode="json")
+            text = json.dumps({"sha256": _digest(stored), "state": stored}, indent=1, allow_nan=False)
+            write_text(path.with_suffix(".json"), text + "\n")
         finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
             kept = [round for round in self.rounds() if round <= state.round][-2:]
             whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
@@ -306,30 +275,21 @@ class Checkpoints:
 
 def check_same(run: Path, before: Experiment, now: Experiment) -> None:
     """Refuse to resume a run whose identity differs."""
-    if changed := differences(before.identity(), now.identity()):
-        problem = f"Cannot resume {run}: settings differ ({'; '.join(changed)})"
-        raise PfedlaError(f"{problem}. Use the original settings, or another --out")
+    if what := "; ".join(differences(before.identity(), now.identity())):
+        raise PfedlaError(f"Cannot resume {run}: settings differ ({what}). Use the original settings, or another --out")
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return one phrase per key that differs, with both values."""
-    found = []
-    for key in dict.fromkeys([*before, *now]):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) or isinstance(new, Mapping):
-            found += differences(old or {}, new or {}, f"{prefix}{key}.")
-        elif json.dumps(old) != json.dumps(new):  # also 1 and 1.0
-            was, is_now = ("unset" if v is None else json.dumps(v, ensure_ascii=False) for v in (old, new))
-            found.append(f"{prefix}{key}: {was} -> {is_now}")
-    return found
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return one phrase per key that differs, with both values as JSON: 1 and 1.0 differ too."""
+    old, new = ({key: json.dumps(v, ensure_ascii=False) for key, v in flatten(one).items()} for one in (before, now))
+    changed = [key for key in old | new if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in changed]
 
 
 def plan_snapshots(algorithm: Algorithm, num_clients: int, rounds: int = 1) -> set[int]:
-    """Return after which rounds a run keeps alpha: a hundred at most, as far as memory allows, and the last.
-
-    The interval is a power of two: a run that is extended has taken all the snapshots that the longer one needs.
-    """
+    """Return after which rounds a run keeps alpha: a hundred at most, as far as memory allows, and the last."""
     affordable = min(SNAPSHOTS, SNAPSHOT_NUMBERS // (num_clients * len(algorithm.task.layers) * num_clients))
+    # A power of two: a run that is extended has taken all the snapshots that the longer one needs.
     interval = 1 << (-(-rounds // max(1, affordable)) - 1).bit_length()
     return {*range(0, rounds, interval), rounds} if affordable else set()
 
@@ -344,9 +304,10 @@ def write_alpha(run: Path, state: RunState, layers: Sequence[str], *, at_end: bo
         write_whole(run / ALPHA, lambda file: save_file(tensors, file, metadata), to_disk=at_end)
 
 
-def _flatten(server: ServerState, clients: Params, alphas: Tensor | None) -> Params:
-    named = {f"server/{group}/{name}": value for group, part in server.items() for name, value in part.items()}
-    return named | {f"clients/{n}": v for n, v in clients.items()} | ({} if alphas is None else {"alphas": alphas})
+def _flatten(server: ServerState, clients: Params, alphas: torch.Tensor | None) -> Params:
+    named = {f"server/{group}/{n}": v.contiguous() for group, part in server.items() for n, v in part.items()}
+    named |= {f"clients/{name}": value.contiguous() for name, value in clients.items()}
+    return named if alphas is None else named | {"alphas": alphas}
 
 
 def _digest(content: Any) -> str:

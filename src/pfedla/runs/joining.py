@@ -1,25 +1,22 @@
 """A client that joins after the run gets a personal model from the server's state and changes nobody else's.
 
-It gets a row in a copy of the state (`Algorithm.admit`) and runs a few rounds there as a cohort of its own.
-Its row and its private state are learned; everything else stays as it was, bit for bit.
+It gets a row in a copy of the state (`Algorithm.admit`) and runs a few rounds there as a cohort of its own. Its row and
+its private state are learned; everything else stays as it was, bit for bit.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from pfedla.algorithms import check_joining
-from pfedla.algorithms.local import Local
+from pfedla.algorithms import check_joining, create
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.files import safe_name, write_tensors, write_text, write_whole
+from pfedla.core.files import safe_name, write_tensors, write_text
 from pfedla.core.layers import stack
 from pfedla.core.rounds import Traffic, accept, evaluate_all, payload_bytes, summarise
 from pfedla.core.settings import EngineSettings
@@ -27,50 +24,39 @@ from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.runs.build import build_around
 from pfedla.runs.experiment import SITES, Experiment
-from pfedla.runs.folder import ALPHA, RESULT, Checkpoints, RunState, fresh_state, new_folder, plan_snapshots
+from pfedla.runs.folder import RESULT, Checkpoints, RunState, fresh_state, new_folder, plan_snapshots, write_alpha
 from pfedla.runs.personal import JOINED, load_unseen, read_run
 from pfedla.runs.run import Run
 
-ROUNDS = 10
-ACCURACIES = {  # of an unseen client -> its key in result.json of a run with unseen clients
-    "after": "accuracy",  # of its personal model at the end
-    "before": "accuracy_before",  # of the personal model that it gets at first
-    "after_training": "accuracy_after_training",  # right after its last local training; None if it never trained
-    "alone": "accuracy_alone",  # of a model trained on its own data alone, for all the rounds that were asked for
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Joined:
+class Joined(NamedTuple):
     """How an unseen client fared."""
 
     rounds: int  # that it ran: none where there is nothing to learn
-    accuracy: dict[str, Any]  # on its own test data, see ACCURACIES
+    # On its own test data: "before" and "after" the rounds, "after_training" (the last local one; None if it never
+    # trained), and "alone": of a model trained on its own data only, for all the rounds that were asked for.
+    accuracy: dict[str, Any]
     traffic: Traffic
-    alphas: Tensor | None  # [rounds + 1, layers, clients + 1]: its own row of alpha; it is the last sender
+    alphas: torch.Tensor | None  # [rounds + 1, layers, clients + 1]: its own row of alpha; it is the last sender
     model: Params  # personal
 
 
-def join(
-    method: Algorithm, state: RunState, unseen: Federation, experiment: Experiment, rounds: int = ROUNDS
-) -> Joined:
+def join(method: Algorithm, state: RunState, unseen: Federation, experiment: Experiment, rounds: int = 10) -> Joined:
     """Take one client into a finished run of `experiment`; leave its `state` as it is."""
     check_joining(method)
-    ids = torch.tensor([len(state.after_training)])
-    cohort = Cohort(state.round + 1, experiment.seed, ids=ids, num_examples=unseen.num_examples)
-    joined = _run_unseen(method, state.server, cohort, unseen, experiment, rounds)
-    local = Local(task=method.task, training=method.training)
-    alone = _run_unseen(local, {"model": {}}, cohort, unseen, experiment, rounds)
-    return replace(joined, accuracy=joined.accuracy | {"alone": alone.accuracy["after"]})
+    joined = _run_unseen(method, state, unseen, experiment, rounds)
+    local = create("local", method.task, method.training)
+    alone = _run_unseen(local, state.model_copy(update={"server": {"model": {}}}), unseen, experiment, rounds)
+    return joined._replace(accuracy=joined.accuracy | {"alone": alone.accuracy["after"]})
 
 
-def _run_unseen(
-    method: Algorithm, before: ServerState, cohort: Cohort, unseen: Federation, experiment: Experiment, rounds: int
-) -> Joined:
-    """Admit the client of `cohort` and run `rounds` from the cohort's on, or none where there is nothing to learn."""
-    admitted, place = method.admit(before, experiment.seed), int(cohort.ids)
+def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experiment: Experiment, rounds: int) -> Joined:
+    """Admit the client after the run's others and run `rounds`, or none where there is nothing to learn."""
+    before, place = state.server, len(state.after_training)
+    cohort = Cohort(state.round + 1, experiment.seed, ids=torch.tensor([place]), num_examples=unseen.num_examples)
+    admitted = method.admit(before, experiment.seed)
     server = _protect_others(method, admitted, admitted, before)
-    settings = EngineSettings(name="threaded", threads=1, device=experiment.engine.device)
+    settings = experiment.engine.model_copy(update={"name": "threaded", "threads": 1, "compile": False})
     with SimulatedEngine(method, unseen, settings, recalibrate=experiment.recalibrate) as engine:
         private = engine.algorithm.init_unseen(server, engine.algorithm.init_client())
         private = {name: value.to(engine.device) for name, value in private.items()}
@@ -117,92 +103,73 @@ def _evaluate(method: Algorithm, engine: SimulatedEngine, server: ServerState, c
 
 
 def _check_client(failures: Mapping[int, Failure]) -> None:
-    for failure in failures.values():
-        hint = "; are its examples in the scale of the run's?" if failure.reason == "not finite" else ""
-        what = f"the client cannot take part: {failure.reason} {failure.detail}".strip()
-        raise PfedlaError(what + hint) from failure.error
+    for one in failures.values():
+        hint = "; are its examples in the scale of the run's?" if one.reason == "not finite" else ""
+        raise PfedlaError(f"the client cannot take part: {one.reason} {one.detail}".strip() + hint) from one.error
 
 
-def _alpha_row(method: Algorithm, server: ServerState, place: int) -> list[Tensor]:
+def _alpha_row(method: Algorithm, server: ServerState, place: int) -> list[torch.Tensor]:
     """Return the client's row of alpha in a list; an empty one if there is none, or it is too large."""
     alpha = method.alpha(server) if plan_snapshots(method, place + 1) else None
     return [] if alpha is None else [alpha[place].clone()]
 
 
-def join_unseen(run: Run) -> dict[str, Any]:
-    """Let the unseen clients of an experiment join its finished run, each alone; write their models.
-
-    Return what result.json holds of them. Accuracies are null for a client that cannot join.
-    """
-    unseen, rounds = run.built.unseen, 0
-    assert unseen is not None
-    assert run.folder is not None
+def join_unseen(run: Run, unseen: Federation, models: Path) -> dict[str, Any]:
+    """Let the unseen clients join the finished run, each alone; write their models, return what result.json holds."""
+    result: dict[str, Any] = {"clients": unseen.names, "rounds": 0}
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(unseen.names):
         if run.stopping():
             raise Stopped
-        target = run.folder.path / "models" / f"unseen-{number}.safetensors"
+        target = models / f"unseen-{number}.safetensors"
         target.unlink(missing_ok=True)
+        rows.append({})  # accuracies are null for a client that cannot join
         try:
             joined = join(run.algorithm, run.state, unseen.only([number]), run.experiment)
         except PfedlaError as error:  # the others can join all the same
             run.say(f"unseen client {name}: {error}")
-            rows.append({})
             continue
         write_tensors(target, joined.model)
-        rounds = joined.rounds
-        rows.append(joined.accuracy)
+        rows[-1], result["rounds"] = joined.accuracy, joined.rounds
         first, last = (100 * joined.accuracy[key] for key in ("before", "after"))
         run.say(f"unseen client {name}: accuracy {first:.1f} % at first, {last:.1f} % at the end")
-    result = {"clients": unseen.names, "rounds": rounds}
-    for key, name in ACCURACIES.items():
+    for key in ("after", "before", "after_training", "alone"):
         values = np.array([row.get(key) for row in rows], dtype=np.float64)  # None becomes nan
-        result[name] = summarise(torch.from_numpy(values))
+        result["accuracy" if key == "after" else f"accuracy_{key}"] = summarise(torch.from_numpy(values))
     return result
 
 
 def join_run(
-    run: Path, data: Path, *, rounds: int = ROUNDS, name: str | None = None, say: Callable[[str], None] = print
+    run: Path, data: Path, *, rounds: int = 10, name: str | None = None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict[str, Any]]:
     """Take the client whose examples are in `data` into a finished run; return its folder and its result."""
     experiment, known = read_run(run)
-    deployed = any((run / name).exists() for name in ("site.json", "deployment.json"))
-    if deployed or experiment.data.dataset == SITES:
+    if experiment.data.dataset == SITES or (run / "site.json").exists() or (run / "deployment.json").exists():
         raise PfedlaError(f"{run} is a deployment's: clients' data never reach the server, so none can join")
     count = len(known.clients)
-    outline = Outline(known.shape, known.classes, num_examples=torch.zeros(count, dtype=torch.int64))
+    outline = Outline(known.shape, known.classes, torch.zeros(count, dtype=torch.int64))
     method = build_around(experiment, outline).algorithm
     unseen, split = load_unseen(data, experiment, known)
     folder = run / JOINED / safe_name(name or unseen.names[0])
     if folder.exists():
         raise PfedlaError(f"{folder} exists already and is never overwritten; give another --name")
     clients = stack([method.init_client()] * count) | {TRAINED: torch.zeros(count, dtype=torch.bool)}
-    checkpoints = Checkpoints(run, experiment, say)
-    found = checkpoints.load_newest(fresh_state(method, count, experiment.seed), clients)
-    if found is None:
-        lost = f"{checkpoints.folder} holds no checkpoint with the state that a client joins"
-        raise PfedlaError(f"{lost}; run the experiment again and keep the folder")
-    joined = join(method, found[0], unseen, experiment, rounds)
-    result = {
-        "algorithm": method.name,
-        "data": str(data.resolve()),
-        "name": folder.name,
-        "clients": count,
-        "after_round": found[0].round,
-        "rounds": joined.rounds,
-        "rounds_alone": rounds,
-        "seed": experiment.seed,
-        "examples": {"train": len(unseen.train[0].y), "test": len(unseen.test[0].y), "split": split},
-        "digest": digest_of(unseen.train[0], unseen.test[0]),
-        "accuracy": joined.accuracy,
-        "traffic": asdict(joined.traffic),
-    }
+    fresh = fresh_state(method, count, experiment.seed)
+    state, _ = Checkpoints(run, experiment, say).load_newest(fresh, clients) or (None, None)
+    if state is None:
+        raise PfedlaError(f"{run} holds no checkpoint that a client could join; run it again and keep the folder")
+    joined = join(method, state, unseen, experiment, rounds)
+    result = {"algorithm": method.name, "data": str(data.resolve()), "name": folder.name, "clients": count}
+    result |= {"after_round": state.round, "rounds": joined.rounds, "rounds_alone": rounds, "seed": experiment.seed}
+    result["examples"] = {"train": len(unseen.train[0].y), "test": len(unseen.test[0].y), "split": split}
+    result["digest"] = digest_of(unseen.train[0], unseen.test[0])
+    result |= {"accuracy": joined.accuracy, "traffic": asdict(joined.traffic)}
     new_folder(folder, "give another --name")
     write_tensors(folder / "model.safetensors", joined.model)
     if joined.alphas is not None:
         layers = method.task.layers.names
         result["alpha"] = dict(zip(layers, joined.alphas[-1].tolist(), strict=True))
-        tensors, metadata = {"alpha": joined.alphas}, {"layers": json.dumps(layers)}
-        write_whole(folder / ALPHA, lambda file: save_file(tensors, file, metadata))
+        taken = {"alphas": list(joined.alphas), "alpha_rounds": list(range(joined.rounds + 1))}
+        write_alpha(folder, state.model_copy(update=taken), layers)
     write_text(folder / RESULT, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")  # last
     return folder, result

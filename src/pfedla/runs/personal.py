@@ -1,7 +1,7 @@
 """Use the result: load a client's personal model from a run folder, evaluate it, export it."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -23,18 +23,15 @@ from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, new_folder
 JOINED = "joined"  # the folder of the clients that joined after the run
 GIVE_A_FILE = "give a file with --data"
 
-# FailFast: an untrusted file could otherwise be answered by gigabytes of error messages.
-Names = Annotated[tuple[str, ...], FailFast()]
-
 
 class FederationFile(BaseModel):
-    """federation.json of a run folder."""
+    """federation.json of a run folder. FailFast: an untrusted one could be answered by gigabytes of messages."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], FailFast()]
-    classes: Names
+    classes: Annotated[tuple[str, ...], FailFast()]
     mean: Annotated[tuple[Annotated[float, Field(ge=0, le=255)], ...], FailFast()]  # of uint8 images, per channel
     std: Annotated[tuple[Annotated[float, Field(ge=1e-6, le=255)], ...], FailFast()]
-    clients: Names
+    clients: Annotated[tuple[str, ...], FailFast()]
     subset: str = ""
     fingerprint: str = ""  # empty where it is not known
 
@@ -46,33 +43,25 @@ class FederationFile(BaseModel):
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class PersonalModel:
-    run: Path
-    client: int | str  # its number; joined/NAME for one that joined after the run
-    module: nn.Module  # in eval mode
-    experiment: Experiment
-    federation: FederationFile
+class PersonalModel(nn.Module):
+    """A client's model with its normalisation inside: raw inputs in, logits out."""
 
-    @property
-    def name(self) -> str:
-        return self.federation.clients[self.client] if isinstance(self.client, int) else self.client
-
-    def describe_own_data(self) -> dict[str, Any]:
-        """Return what the folder says of the data of a joined client or a site; nothing for a simulated client."""
-        path = self.run / ("site.json" if isinstance(self.client, int) else f"{self.client}/{RESULT}")
-        return read_object(path) if path.exists() else {}
-
-
-class RawInput(nn.Module):
-    """A personal model with its normalisation inside: raw inputs in, logits out."""
-
-    def __init__(self, personal: PersonalModel) -> None:
+    def __init__(self, run: Path, client: int | str, experiment: Experiment, federation: FederationFile) -> None:
+        """Load the model of a client: its number, or joined/NAME for one that joined after the run."""
         super().__init__()
-        self.model, self.data = personal.module, personal.federation
+        self.client, self.experiment, self.federation = client, experiment, federation
+        self.name, model, about = str(client), f"{client}/model.safetensors", f"{client}/{RESULT}"
+        if isinstance(client, int):
+            self.name, model, about = federation.clients[client], f"models/client-{client}.safetensors", "site.json"
+        # What the folder says of the data of a joined client or a site; nothing for a simulated client.
+        self.own_data = read_object(run / about) if (run / about).exists() else {}
+        self.module = outline(experiment.model, federation.shape, len(federation.classes))
+        # Two untrusted files must agree on the sizes before anything of that size is made.
+        tensors = read_tensors(run / model, task_of(self.module).initial())
+        self.module.load_state_dict(tensors, assign=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(normalise(x.float(), self.data.mean, self.data.std))  # type: ignore[no-any-return]
+        return self.module(normalise(x.float(), self.federation.mean, self.federation.std))  # type: ignore[no-any-return]
 
 
 def read_run(run: Path) -> tuple[Experiment, FederationFile]:
@@ -91,86 +80,66 @@ def read_run(run: Path) -> tuple[Experiment, FederationFile]:
 
 
 def load_personal(run: Path, client: str) -> PersonalModel:
-    """Load one client's personal model; check names, shapes and finiteness against the run's model."""
+    """Load the model of a client that is given by its name, or by its number unless names are numbers."""
     experiment, federation = read_run(run)
-    number = _find(client, federation.clients)
+    names = federation.clients
     joined = [f"{JOINED}/{path.parent.name}" for path in sorted(run.glob(f"{JOINED}/*/{RESULT}"))]
-    if number is None and client not in joined:
-        raise unknown("client", client, [*federation.clients, *joined])
-    file = f"{client}/model" if number is None else f"models/client-{number}"
-    module = outline(experiment.model, federation.shape, len(federation.classes))
-    # Two untrusted files must agree on the sizes before anything of that size is made.
-    tensors = read_tensors(run / f"{file}.safetensors", task_of(module).initial())
-    module.load_state_dict(tensors, assign=True)
-    found = client if number is None else number
-    return PersonalModel(run=run, client=found, module=module.eval(), experiment=experiment, federation=federation)
-
-
-def _find(client: str, names: tuple[str, ...]) -> int | None:
-    """Return the number of a client that is given by its name, or by its number (unless names are numbers)."""
-    if client not in names and not any(name.isdecimal() for name in names):
-        names = tuple(map(str, range(len(names))))
-    return names.index(client) if client in names else None
+    found: dict[str, int | str] = {name: name for name in joined}
+    if not any(name.isdecimal() for name in names):
+        found |= {str(number): number for number in range(len(names))}
+    found |= {name: number for number, name in enumerate(names)}
+    if client not in found:
+        raise unknown("client", client, [*names, *joined])
+    return PersonalModel(run, found[client], experiment, federation).eval()
 
 
 def evaluate_personal(personal: PersonalModel, data: Path | None) -> dict[str, Any]:
     """Test a personal model on the examples of a file, or on the client's own test split of the run."""
     x, y = _load_test_split(personal) if data is None else _load_examples(personal, data)
-    model = RawInput(personal).eval()
     with torch.no_grad():
-        correct, loss = evaluate(task_of(model), model.state_dict(), x, y)
-    accuracy = correct.item() / len(y)
-    return {"client": personal.client, "examples": len(y), "accuracy": accuracy, "loss": loss.item()}
+        correct, loss = evaluate(task_of(personal), personal.state_dict(), x, y)
+    return {"client": personal.client, "examples": len(y), "accuracy": correct.item() / len(y), "loss": loss.item()}
 
 
 def _load_test_split(personal: PersonalModel) -> Examples:
     """Split the client's data again; refuse data that have changed since."""
-    experiment, known, client = personal.experiment, personal.federation, personal.client
-    own, source = personal.describe_own_data(), experiment.data.dataset
-    if source == SITES:
+    experiment, known, own = personal.experiment, personal.federation, personal.own_data
+    if experiment.data.dataset == SITES:
         raise PfedlaError(f"only the site has its data: {GIVE_A_FILE} (a folder will do)")
-    if isinstance(client, int):
+    if isinstance(personal.client, int):
+        client, source = personal.client, experiment.data.dataset
         _, federation = build_federation(experiment.data, experiment.seed)
         federation, _ = federation.hold_back(experiment.unseen_clients, experiment.seed)
-    else:
-        source = str(own.get("data", ""))
-        if not source:
-            raise PfedlaError(f"{client}/{RESULT} does not name the client's data; {GIVE_A_FILE}")
+    elif source := str(own.get("data", "")):
         client, (federation, _) = 0, load_unseen(Path(source), experiment, known)
-    if own:  # it knows its own examples only
-        same = own.get("digest") == digest_of(federation.train[client], federation.test[client])
     else:
-        same = known.fingerprint in ("", federation.fingerprint())
+        raise PfedlaError(f"{personal.client}/{RESULT} does not name the client's data; {GIVE_A_FILE}")
+    train, test = federation.train[client], federation.test[client]
+    # A joined client or a site knows its own examples only.
+    same = own.get("digest") == digest_of(train, test) if own else known.fingerprint in ("", federation.fingerprint())
     if not same:
         raise PfedlaError(f"{source} has changed since the model was made; {GIVE_A_FILE}")
-    return federation.test[client]
+    return test
 
 
 def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
-    """Return a federation of the one client whose examples a file holds, and how they are split.
-
-    The examples are normalised as the run's.
-    """
+    """Return a federation of the one client in a file, normalised as the run's, and how its examples are split."""
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
     dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
-    if len(dataset.client_names) > 1:
-        names = shown(dataset.client_names)
-        raise PfedlaError(f"{path} holds examples of several clients, {names}; give a file of each")
+    name, *others = dataset.client_names or (path.stem,)
+    if others:
+        raise PfedlaError(f"{path} holds examples of several clients, {shown([name, *others])}; give a file of each")
     dataset = replace(dataset, mean=known.mean, std=known.std)
-    name = dataset.client_names[0] if dataset.client_names else path.stem
     if dataset.test is not None:
         return federation_of_one(dataset, name, experiment.seed), "the file's own"
     return federation_of_one(dataset, name, experiment.seed, experiment.data.test_share), "as the run's"
 
 
 def _load_examples(personal: PersonalModel, path: Path) -> Examples:
-    """Read the test rows of a file, labels numbered as in the run.
-
-    If the run's clients are the file's, only the rows of this client.
-    """
+    """Read the test rows of a file; of one that holds the run's clients, only the rows of this client."""
     dataset, known, section = load_arrays(path), personal.federation, personal.experiment.data
-    trained_on = (section.dataset, known.subset, personal.describe_own_data().get("data"))
+    trained_on = (section.dataset, known.subset, personal.own_data.get("data"))
     if dataset.test is None and str(path.resolve()) in trained_on:
         fix = "mark a test split in the file, or leave --data out to test on the client's own split"
         raise PfedlaError(f"{path}: the run trained on these examples; {fix}")
@@ -190,18 +159,14 @@ def export_personal(personal: PersonalModel, out: Path) -> list[Path]:
     new_folder(out)
     data = personal.federation
     example, sizes = torch.zeros(2, *data.shape), {0: torch.export.Dim("batch", min=1)}
-    exported = torch.export.export(RawInput(personal).eval(), (example,), dynamic_shapes=(sizes,))
+    exported = torch.export.export(personal, (example,), dynamic_shapes=(sizes,))
     paths = [out / "state_dict.safetensors", out / "model.pt2", out / "model.json"]
     write_tensors(paths[0], personal.module.state_dict())
     torch.export.save(exported, paths[1])
-    description = {
-        "client": personal.name,
-        "model": personal.experiment.model,
-        "input": {"shape": ["batch", *data.shape], "dtype": "float32", "values": "in the scale of the data file"},
-        "output": "logits, one per class",
-        "classes": data.classes,
-        "normalisation_inside": {"mean": data.mean, "std": data.std},
-        "state_dict_input": "(x - mean) / std" if data.mean else "x as it is",
-    }
+    takes = {"shape": ["batch", *data.shape], "dtype": "float32", "values": "in the scale of the data file"}
+    description = {"client": personal.name, "model": personal.experiment.model, "input": takes}
+    description |= {"output": "logits, one per class", "classes": data.classes}
+    description["normalisation_inside"] = {"mean": data.mean, "std": data.std}
+    description["state_dict_input"] = "(x - mean) / std" if data.mean else "x as it is"
     write_text(paths[2], json.dumps(description, indent=2, ensure_ascii=False) + "\n")
     return paths

@@ -107,6 +107,6 @@ def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result:
     if run.built.unseen is not None:
         from pfedla.runs.joining import join_unseen
 
-        result["unseen"] = join_unseen(run)
+        result["unseen"] = join_unseen(run, run.built.unseen, folder.path / "models")
     folder.write_json(RESULT, result)
     draw_run(folder.path)

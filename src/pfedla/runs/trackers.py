@@ -1,27 +1,22 @@
-"""Experiment trackers: TensorBoard, MLflow or Weights & Biases get what the run folder holds.
-
-A tracker is opened when a run starts or resumes. It gets the lines of rounds.jsonl that are there, then each
-as it is written; nothing is sent twice. The trackers' packages are extras, imported only when asked for.
-"""
+"""Experiment trackers: TensorBoard, MLflow, Weights & Biases. Their packages are imported only when asked for."""
 
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
 from pfedla.report.reading import flatten, read_experiment, read_rounds
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
-MEASURES = (  # keys of rounds.jsonl and result.json that are metrics
-    *("accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds"),
-    *("traffic", "down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"),
-)
+MEASURES = ["accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds", "traffic"]
+MEASURES += ["down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"]  # metrics in rounds.jsonl, result.json
 
 
 def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
@@ -33,13 +28,11 @@ def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """RUN/tensorboard, written anew each time: it holds nothing that the run folder does not."""
 
-    needs = ("torch.utils.tensorboard",)
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], known_id: str | None = None) -> None:
         target = folder / "tensorboard"
         for old in target.glob("events.out.tfevents.*"):
             old.unlink()
-        self.where = f"tensorboard --logdir {target}"
+        self.id, self.where = "", f"tensorboard --logdir {target}"
         values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in config.items()}
         shown = dict.fromkeys(("accuracy/mean", "accuracy/worst", "accuracy_after_training", "loss"), 0)
         about, begun, self._ended = import_module("torch.utils.tensorboard.summary").hparams(values, shown)
@@ -62,9 +55,7 @@ class TensorBoard:
 class MLflow:
     """The store that MLFLOW_TRACKING_URI names, or a file beside the run folder. Values cannot change."""
 
-    needs = ("mlflow", "sqlalchemy", "alembic")
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], known_id: str | None = None) -> None:
         mlflow, self._entities = import_module("mlflow"), import_module("mlflow.entities")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it reports how it makes its tables
         beside = f"sqlite:///{(folder.resolve().parent / 'mlflow.db').as_posix()}"
@@ -73,49 +64,39 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pfedla")
         experiment = self._client.get_experiment_by_name(name)
         home = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs([home], f"attributes.run_id = '{_read_ids(folder).get('mlflow')}'")
+        found = self._client.search_runs([home], f"attributes.run_id = '{known_id}'")
         run = found[0] if found else self._client.create_run(home, run_name=folder.name)
-        self._id, before = run.info.run_id, run.data.params
-        _remember_id(folder, "mlflow", self._id)
-        self._client.update_run(self._id, status="RUNNING")
-        histories = [self._client.get_metric_history(self._id, key) for key in run.data.metrics]
+        self.id, before = run.info.run_id, run.data.params
+        self._client.update_run(self.id, status="RUNNING")
+        histories = [self._client.get_metric_history(self.id, key) for key in run.data.metrics]
         self._known = {(point.key, point.step) for history in histories for point in history}
         # A param cannot change: another value (more rounds) becomes a tag.
         values = {key: str(value) for key, value in config.items()}
         new = [self._entities.Param(key, value) for key, value in values.items() if key not in before]
         other = [self._entities.RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
-        self._client.log_batch(self._id, params=new, tags=other)
+        self._client.log_batch(self.id, params=new, tags=other)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now, new = int(1000 * time.time()), {key: v for key, v in metrics.items() if (key, step) not in self._known}
-        self._client.log_batch(self._id, [self._entities.Metric(key, float(v), now, step) for key, v in new.items()])
+        self._client.log_batch(self.id, [self._entities.Metric(key, float(v), now, step) for key, v in new.items()])
 
     def close(self, status: str, summary: dict[str, float]) -> None:
         self.log(self._rounds, summary)
-        self._client.set_terminated(self._id, status)
+        self._client.set_terminated(self.id, status)
 
 
 class WeightsAndBiases:
     """Online, or as WANDB_MODE says; files are in RUN/wandb. Of those made offline, the last is complete."""
 
-    needs = ("wandb",)
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], known_id: str | None = None) -> None:
         wandb = import_module("wandb")
         # Without a limit it waits forever for a server that is down.
         limit = {"finish_timeout": wandb.setup().settings.finish_timeout or 300, "finish_timeout_raises": True}
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "pfedla"),
-            name=folder.name,
-            dir=folder.resolve(),
-            id=_read_ids(folder).get("wandb"),
-            resume="allow",
-            reinit="create_new",
-            config=config,
-            allow_val_change=True,
-            settings=wandb.Settings(console="off", silent=True, **limit),
-        )
-        _remember_id(folder, "wandb", self._run.id)
+        how = {"config": config, "settings": wandb.Settings(console="off", silent=True, **limit)}
+        how |= {"project": os.environ.get("WANDB_PROJECT", "pfedla"), "name": folder.name, "dir": folder.resolve()}
+        how |= {"id": known_id, "resume": "allow", "allow_val_change": True}
+        self._run = wandb.init(reinit="create_new", **how)
+        self.id = self._run.id
         self.where = str(folder / "wandb") if self._run.offline else str(self._run.url)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -129,6 +110,7 @@ class WeightsAndBiases:
 
 Tracker = TensorBoard | MLflow | WeightsAndBiases
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
+NEEDS = {"tensorboard": ["torch.utils.tensorboard"], "mlflow": ["mlflow", "sqlalchemy", "alembic"], "wandb": ["wandb"]}
 
 
 def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
@@ -137,18 +119,17 @@ def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
         try:
-            first, *_ = [import_module(module) for module in TRACKERS[name].needs]
+            first, *_ = [import_module(module) for module in NEEDS[name]]
         except ImportError as error:
-            fix = f"pip install 'pfedla[{name}]'"
-            raise PfedlaError(f"tracker {name} cannot be loaded ({error}): {fix}") from None
+            raise PfedlaError(f"tracker {name} cannot be loaded ({error}): pip install 'pfedla[{name}]'") from None
         online = name == "wandb" and first.setup().settings.mode not in ("offline", "dryrun", "disabled")
         if online and not first.login(prompt=False, verify=False):  # it would ask under the progress bar
             raise PfedlaError("wandb has no API key: use `wandb login` once, or set WANDB_MODE=offline")
     return names
 
 
-class Tracking:
-    """A run's trackers. One that fails is reported and left out: it can catch up from the folder later."""
+class Tracking(AbstractContextManager["Tracking"]):
+    """A run's trackers: they get each line of rounds.jsonl once. One that fails is left out and can catch up later."""
 
     def __init__(self, names: Iterable[str], folder: Path, say: Callable[[str], None]) -> None:
         self.names, self.folder, self.say = names, folder, say
@@ -156,12 +137,15 @@ class Tracking:
         self._open: dict[str, Tracker] = {}
 
     def begin(self) -> None:
-        """Open the trackers, and log what the run folder holds already."""
         for name in self.names:
             self._attempt(name, self._start, name)
 
     def _start(self, name: str) -> None:
-        self._open[name] = tracker = TRACKERS[name](self.folder, flatten(read_experiment(self.folder)))
+        """Open a tracker, and log what the run folder holds already."""
+        ids = read_object(self.folder / IDS) if (self.folder / IDS).exists() else {}
+        self._open[name] = tracker = TRACKERS[name](self.folder, flatten(read_experiment(self.folder)), ids.get(name))
+        if tracker.id:
+            write_text(self.folder / IDS, json.dumps(ids | {name: tracker.id}) + "\n")
         self.say(f"{name}: {tracker.where}")
         for line in read_rounds(self.folder):
             tracker.log(line["round"], select_metrics(line))
@@ -169,9 +153,6 @@ class Tracking:
     def log(self, line: Mapping[str, Any]) -> None:
         for name, tracker in list(self._open.items()):
             self._attempt(name, tracker.log, line["round"], select_metrics(line))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
@@ -186,11 +167,3 @@ class Tracking:
         except Exception as error:  # a server that is down, a full disk: training does not depend on it
             self._open.pop(name, None)
             self.say(f"{name} is left out from here on: {error!r:.300}; --resume --track {name} catches up")
-
-
-def _read_ids(folder: Path) -> dict[str, Any]:
-    return read_object(folder / IDS) if (folder / IDS).exists() else {}
-
-
-def _remember_id(folder: Path, tracker: str, run_id: str) -> None:
-    write_text(folder / IDS, json.dumps(_read_ids(folder) | {tracker: run_id}) + "\n")
