@@ -72,8 +72,8 @@ def draw_run(run: Path) -> list[Path]:
             taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest]
             who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
             above = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
-            labels = {"title": above, "ylabel": "weight on the attackers"}
-            figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), **labels)
+            ylabel = "weight on the attackers"
+            figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), title=above, ylabel=ylabel)
     return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
 
 

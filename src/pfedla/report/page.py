@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from importlib.resources import files
@@ -48,16 +49,12 @@ def render_page(data: Values) -> str:
     """Return the whole page. With data["live"] it asks the server it came from for new data."""
     title = data["runs"][0]["name"] if len(data["runs"]) == 1 else f"{len(data['runs'])} runs"
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no name of a client can end the script element
     assets = files("pfedla.report").joinpath("assets")
     page, style, *scripts = (assets.joinpath(name).read_text(encoding="utf-8") for name in ASSETS)
-    return Template(page).substitute(
-        title=html.escape(f"{title} – pfedla"),
-        version=version("pfedla"),
-        connect="'self'" if data.get("live") else "'none'",
-        style=style,
-        script="\n".join(scripts),
-        data=text.replace("<", "\\u003c"),  # no name of a client can end the script element
-    )
+    parts = {"title": html.escape(f"{title} – pfedla"), "version": version("pfedla"), "style": style, "data": text}
+    parts |= {"script": "\n".join(scripts), "connect": "'self'" if data.get("live") else "'none'"}
+    return Template(page).substitute(parts)
 
 
 def collect_page_data(runs: Sequence[Path]) -> Values:
@@ -67,9 +64,9 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
     for run, experiment in zip(runs, experiments, strict=True):
         try:
             shown.append(_collect_run(run, experiment, len(runs)))
+        except PfedlaError:
+            raise
         except (KeyError, TypeError, IndexError, ValueError, OSError) as error:
-            if isinstance(error, PfedlaError):
-                raise
             raise PfedlaError(f"{run} is not a run folder that can be shown: {error!r:.200}") from None
     for one, name in zip(shown, _name_runs(shown), strict=True):
         one["name"] = name
@@ -162,15 +159,10 @@ def _collect_alpha(run: Path, names: list[str], counts: Array | None, weights: i
     if kept:
         orders["by weights"] = order_by_weights(alpha.values[-1])
     levels = np.clip(np.rint(alpha.values[kept] * LEVELS), 0, LEVELS).astype("<u2")
-    return {
-        "layers": alpha.layers,
-        "snapshots": len(alpha.rounds),
-        "self": {"rounds": alpha.rounds, **{name: one.round(4).T.tolist() for name, one in over_clients.items()}},
-        "rounds": [alpha.rounds[position] for position in kept],
-        "names": names,
-        "values": base64.b64encode(levels.tobytes()).decode("ascii"),
-        "orders": orders,
-    }
+    found = {"layers": alpha.layers, "snapshots": len(alpha.rounds), "names": names, "orders": orders}
+    found["self"] = {"rounds": alpha.rounds} | {name: one.round(4).T.tolist() for name, one in over_clients.items()}
+    found["rounds"] = [alpha.rounds[position] for position in kept]
+    return found | {"values": base64.b64encode(levels.tobytes()).decode("ascii")}
 
 
 def order_by_labels(counts: Array) -> list[int]:
@@ -212,18 +204,14 @@ class Watcher(ThreadingHTTPServer):
     def data(self) -> dict[str, Any]:
         """Return the page's data, read anew if a file of the runs has changed; "live" is their ETag."""
         with self._lock:
-            tag = f'"{hash(tuple(_stamp(run / name) for run in self.runs for name in WATCHED)):x}"'
+            stamps = []
+            for path in (run / name for run in self.runs for name in WATCHED):
+                with suppress(OSError):  # not there yet, or removed: a run that is resumed removes its result
+                    stamps.append((path, path.stat().st_mtime_ns, path.stat().st_size))
+            tag = f'"{hash(tuple(stamps)):x}"'
             if tag != self._data["live"]:
                 self._data = collect_page_data(self.runs) | {"live": tag}
             return self._data
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:  # not there yet, or removed: a run that is resumed removes its result
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
 
 
 class _Handler(BaseHTTPRequestHandler):

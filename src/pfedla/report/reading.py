@@ -19,7 +19,8 @@ Values = dict[str, Any]
 MIB = 2**20
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
-Count, Round = Annotated[int, Field(ge=0, le=2**62)], Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Round = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 Failures = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[str, Count]]
 

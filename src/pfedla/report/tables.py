@@ -32,9 +32,7 @@ COLUMNS: dict[str, Callable[[Values], Any]] = {
     "unseen alone %": lambda result: result["unseen"]["accuracy_alone"]["mean"] if "unseen" in result else None,
 }
 Lines = Sequence[Sequence[str]]  # a table: the first line is its header; a cell between two ** is bold
-TABLE_ROWS = 40  # of a federation
-NAMED = 5  # classes of a client that are named in the table
-LONGEST = 20  # characters of a name
+TABLE_ROWS, NAMED, LONGEST = 40, 5, 20  # clients in a table, classes named of each, characters of a name
 
 
 def markdown_table(lines: Lines) -> str:
@@ -146,35 +144,28 @@ def rank(rows: Iterable[Row]) -> Ranking:
     return Ranking(first, first if is_best else None, {name: one for name, one in found.items() if one})
 
 
-def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table of a comparison."""
-    best = rank(rows).best
+def tabulate_comparison(rows: Sequence[Row]) -> tuple[list[list[str]], list[str]]:
+    """Return the table, and notes: why methods have no mean and, with several seeds, the differences to the first."""
+    first, best, differences = rank(rows)
     with_unseen = any("unseen" in result for row in rows for result in row.results)
     columns = [column for column in COLUMNS if with_unseen or not column.startswith("unseen")]
-    lines = [["algorithm", *columns]]
+    lines, notes = [["algorithm", *columns]], list[str]()
     for row in rows:
         cells = [row.outcome, *"–" * (len(columns) - 1)] if row.outcome else [row.show(column) for column in columns]
         cells[0] = f"**{cells[0]}**" if row.algorithm == best else cells[0]
         lines.append([row.algorithm, *cells])
-    return lines
-
-
-def comparison_notes(rows: Sequence[Row]) -> list[str]:
-    """Return why methods have no mean and, with several seeds, the paired differences to the first."""
-    notes: list[str] = []
-    first, _, differences = rank(rows)
-    for row in rows:
         notes += [f"{row.algorithm}: {row.not_applicable}"] if row.not_applicable else []
         notes += [f"{row.algorithm}, seed {seed}: {why}" for seed, why in row.gave_up.items()]
     if first is not None and any(len(row.results) + len(row.gave_up) > 1 for row in rows):
         notes += [f"{name} − {first}: {difference}" for name, difference in differences.items() if name != first]
         notes.append(NOTE)
-    return notes
+    return lines, notes
 
 
 def comparison_markdown(rows: Sequence[Row]) -> str:
-    notes = [*comparison_notes(rows), *warnings([result for row in rows for result in row.results])]
-    return "\n".join([markdown_table(comparison_lines(rows)), "", *(f"- {note}" for note in notes)]) + "\n"
+    lines, notes = tabulate_comparison(rows)
+    notes += warnings([result for row in rows for result in row.results])
+    return "\n".join([markdown_table(lines), "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def where(result: Mapping[str, Any]) -> str:

@@ -3,9 +3,8 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pfedla.algorithms import ALGORITHMS, default_options
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown
@@ -21,8 +20,7 @@ from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonPlan:
+class ComparisonPlan(NamedTuple):
     """The runs of a comparison. All have been built once, so none can be refused any more."""
 
     dataset: Dataset
@@ -38,10 +36,9 @@ class ComparisonPlan:
 def plan_comparison(
     values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
 ) -> ComparisonPlan:
-    """Make one experiment per algorithm and seed.
+    """Make one experiment per algorithm and seed. Without `out` the folder is new, or with `resume` the last there is.
 
-    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone. Without `out` the folder
-    is a new one, or with `resume` the last there is.
+    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone.
     """
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():

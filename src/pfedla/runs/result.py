@@ -64,25 +64,16 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
     """Return what result.json holds."""
     experiment, data, federation = built.experiment, built.experiment.data, built.federation
     accuracies = {key: getattr(simulation, key) for key in ("accuracy", "accuracy_after_training")}
+    failures = {str(client): reasons for client, reasons in sorted(simulation.failures.items())}
     total = sum(simulation.seconds.values())
-    result = {
-        "format": FORMAT,
-        "algorithm": experiment.algorithm.name,
-        "dataset": data.dataset,
-        "partition": data.partition,
-        "subset": federation.subset,
-        "overlapping": data.overlapping,
-        "leaked_test_share": federation.leaked_share,
-        "clients": len(federation),
-        **{key: getattr(experiment, key) for key in ("rounds", "seed", "model")},
-        **{key: summarise(values) for key, values in accuracies.items()},
-        "loss": finite_mean(simulation.loss),
-        "traffic": asdict(simulation.traffic),
-        "refused_uploads": simulation.refused_uploads,
-        "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
-        "faults": experiment.faults.active,
-        "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},
-    }
+    result: dict[str, Any] = {"format": FORMAT, "algorithm": experiment.algorithm.name, "dataset": data.dataset}
+    result |= {"partition": data.partition, "subset": federation.subset, "overlapping": data.overlapping}
+    result |= {"leaked_test_share": federation.leaked_share, "clients": len(federation), "rounds": experiment.rounds}
+    result |= {"seed": experiment.seed, "model": experiment.model}
+    result |= {key: summarise(values) for key, values in accuracies.items()}
+    result |= {"loss": finite_mean(simulation.loss), "traffic": asdict(simulation.traffic)}
+    result |= {"refused_uploads": simulation.refused_uploads, "failures": failures, "faults": experiment.faults.active}
+    result["seconds"] = {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds}
     if not honest.all():
         result["attackers"] = (~honest).nonzero().squeeze(1).tolist()
         result["honest"] = {key: summarise(values[honest]) for key, values in accuracies.items()}
