@@ -16,9 +16,8 @@ from safetensors.numpy import save_file
 
 from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import draw_run
-from pfedla.report.page import collect_page_data, order_by_labels, order_by_weights, render_page, write_page
+from pfedla.report.page import Watcher, collect_page_data, order_by_labels, order_by_weights, render_page, write_page
 from pfedla.report.reading import read_alpha, read_rounds
-from pfedla.report.watch import Watcher
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NAMES = ["</script><script>alert(1)</script>", "=1+1", "Ärzte & Söhne"]

@@ -13,7 +13,7 @@ from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.report.figures import draw_comparison
 from pfedla.report.reading import read_result
-from pfedla.report.tables import Row, compare, comparison_json, comparison_lines, comparison_markdown, rank
+from pfedla.report.tables import Row, compare, comparison_markdown, rank, tabulate_comparison
 from pfedla.reproduction import campaign, paper_tables
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
 from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights, write_figures
@@ -169,7 +169,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 def test_a_method_that_gave_up_on_a_seed_has_no_mean(
     rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = {line[0]: line for line in comparison_lines(rows)}
+    lines = {line[0]: line for line in tabulate_comparison(rows)[0]}
     assert "gave up on 1 of 3 seeds" in lines["flaky"]
     assert not any("±" in cell for cell in lines["flaky"])
     assert lines["fast"][1].startswith("**62.0 ± 10.0")
@@ -177,7 +177,7 @@ def test_a_method_that_gave_up_on_a_seed_has_no_mean(
     assert "slow − fast: -2.00 ± 0.06 (3)" in text
     assert "flaky −" not in text
     assert all(reason in text for reason in ("nothing usable", "no BatchNorm"))
-    content = comparison_json(rows)
+    content = {row.algorithm: row.content for row in rows}
     assert (len(content["flaky"]["results"]), content["flaky"]["gave_up"]) == (2, {2: "nothing usable"})
     assert len(content["slow"]) == 3
     assert content["fedbn"] == {"not_applicable": "no BatchNorm"}

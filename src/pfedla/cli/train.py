@@ -82,9 +82,10 @@ def compare(
 
 
 def _print_comparison(rows: list[Any], folder: Path) -> None:
-    from pfedla.report.tables import comparison_table, failures_lines, warnings
+    from pfedla.report.tables import failures_lines, tabulate_comparison, terminal_table, warnings
 
-    say(comparison_table(rows), *warnings([result for row in rows for result in row.results]))
+    lines, notes = tabulate_comparison(rows)
+    say(terminal_table(lines, notes=notes), *warnings([result for row in rows for result in row.results]))
     say("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
     for row in rows:
         say(*(f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)))

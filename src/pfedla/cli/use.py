@@ -38,7 +38,7 @@ def watch(
 
     Example: pfedla watch runs/first
     """
-    from pfedla.report.watch import Watcher
+    from pfedla.report.page import Watcher
 
     with Watcher(_find_folders(runs), host, port) as server:
         address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"

@@ -10,23 +10,18 @@ from pfedla.report import reading
 from pfedla.report.reading import Alpha, Array, Values
 from pfedla.report.tables import Row, shorten, where
 
+Size = tuple[float, float]  # width and height in inches
 FORMATS = (".png", ".pdf", ".svg")
 BUBBLES = 600  # more clients x classes than this are drawn as a heat map
 
 
-def panels(
-    count: int, size: tuple[float, float], *, most: int = 10, margin: tuple[float, float] = (0, 0), **options: Any
-) -> Any:
-    """Return a figure and `count` axes of the given size, at most so many in a row.
-
-    It does without pyplot, which has global state and is not safe in threads.
-    """
-    import matplotlib.figure
+def panels(count: int, size: Size, *, most: int = 10, margin: Size = (0, 0), **options: Any) -> Any:
+    """Return a figure and `count` axes of the given size, at most so many in a row."""
+    from matplotlib.figure import Figure  # pyplot has global state and is not safe in threads
 
     rows = -(-count // most)
     columns = -(-count // rows)
-    figsize = (size[0] * columns + margin[0], size[1] * rows + margin[1])
-    figure = matplotlib.figure.Figure(layout="constrained", figsize=figsize)
+    figure = Figure(layout="constrained", figsize=(size[0] * columns + margin[0], size[1] * rows + margin[1]))
     axes = figure.subplots(rows, columns, squeeze=False, **options).flat
     for axis in axes[count:]:
         axis.set_axis_off()
@@ -77,8 +72,8 @@ def draw_run(run: Path) -> list[Path]:
             taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest]
             who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
             above = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
-            on_them = {"title": above, "ylabel": "weight on the attackers"}
-            figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), **on_them)
+            ylabel = "weight on the attackers"
+            figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), title=above, ylabel=ylabel)
     return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
 
 
@@ -86,10 +81,9 @@ def _draw_learning_curve(rounds: Sequence[Values], title: str) -> Any:
     figure, (axis,) = panels(1, (6, 3.6))
     x = [line["round"] for line in rounds]
     after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
-    axis.plot(x, _read_curve(rounds, "mean"), label="personal models, mean of clients", color="C0", **_mark(x))
-    label = "personal models, 10th percentile of clients"
-    axis.plot(x, _read_curve(rounds, "p10"), color="C0", linestyle=":", label=label)
-    axis.plot(x, after, color="C1", linewidth=1, label="after local training, mean of the cohort")
+    axis.plot(x, _read_curve(rounds, "mean"), "C0", label="personal models, mean of clients", **_mark(x))
+    axis.plot(x, _read_curve(rounds, "p10"), "C0:", label="personal models, 10th percentile of clients")
+    axis.plot(x, after, "C1", linewidth=1, label="after local training, mean of the cohort")
     finish_curves(axis, title, size=12)
     axis.legend(fontsize=8)
     return figure
@@ -131,10 +125,7 @@ def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, yla
 
 
 def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
-    """Draw the learning curves of several methods: mean and standard deviation over seeds.
-
-    A method that gave up on a seed has no mean: its other seeds are drawn one by one, as dashed lines.
-    """
+    """Draw mean and standard deviation over seeds; dashed, each other seed of a method that gave up on one."""
     shown = [row for row in rows if row.folders]
     figure, (axis,) = panels(1, (6.5, 4))
     for position, row in enumerate(shown):

@@ -1,16 +1,20 @@
-"""One page that shows runs: a single file that opens offline, small enough to be sent by mail."""
+"""One page that shows runs: a file that opens offline and can be sent by mail, or served while the runs go on."""
 
 import base64
 import html
 import json
 import os
-from collections import Counter
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
@@ -22,12 +26,16 @@ from pfedla.report import reading
 from pfedla.report.reading import MIB, SPREAD, Array, Values, honest_part
 from pfedla.report.tables import warnings, where
 
-SCRIPTS = ("charts.js", "alpha.js", "page.js")
+ASSETS = ("page.html", "page.css", "charts.js", "alpha.js", "page.js")
 PAGE_WEIGHTS = 1_400_000  # numbers of alpha on a page, two bytes each: under 4 MB as text
 PAGE_LINES = 2_000  # rounds of all curves
 PAGE_CELLS = 200_000  # clients x classes of all federations
 LEVELS = 65_535  # a weight is stored as a multiple of 1/65,535
 OPTIMAL, CLUSTERED = 300, 2_000  # most clients for optimal leaf order, and for clustering: more take minutes
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WATCHED = ("rounds.jsonl", "alpha.safetensors", "result.json")
+SERVED = {"/": "text/html; charset=utf-8", "/data.json": "application/json"}
+HEADERS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 ATTACKED = "Some clients attack on purpose. Accuracies are of the honest ones."
 
 
@@ -41,15 +49,12 @@ def render_page(data: Values) -> str:
     """Return the whole page. With data["live"] it asks the server it came from for new data."""
     title = data["runs"][0]["name"] if len(data["runs"]) == 1 else f"{len(data['runs'])} runs"
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no name of a client can end the script element
     assets = files("pfedla.report").joinpath("assets")
-    return Template(assets.joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(f"{title} – pfedla"),
-        version=version("pfedla"),
-        connect="'self'" if data.get("live") else "'none'",
-        style=assets.joinpath("page.css").read_text(encoding="utf-8"),
-        script="\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS),
-        data=text.replace("<", "\\u003c"),  # no name of a client can end the script element
-    )
+    page, style, *scripts = (assets.joinpath(name).read_text(encoding="utf-8") for name in ASSETS)
+    parts = {"title": html.escape(f"{title} – pfedla"), "version": version("pfedla"), "style": style, "data": text}
+    parts |= {"script": "\n".join(scripts), "connect": "'self'" if data.get("live") else "'none'"}
+    return Template(page).substitute(parts)
 
 
 def collect_page_data(runs: Sequence[Path]) -> Values:
@@ -59,9 +64,9 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
     for run, experiment in zip(runs, experiments, strict=True):
         try:
             shown.append(_collect_run(run, experiment, len(runs)))
+        except PfedlaError:
+            raise
         except (KeyError, TypeError, IndexError, ValueError, OSError) as error:
-            if isinstance(error, PfedlaError):
-                raise
             raise PfedlaError(f"{run} is not a run folder that can be shown: {error!r:.200}") from None
     for one, name in zip(shown, _name_runs(shown), strict=True):
         one["name"] = name
@@ -87,61 +92,41 @@ def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
     result = reading.read_result(run / "result.json") if (run / "result.json").exists() else None
     last: Values = result or (lines[-1] if lines else {})
     setting = {"subset": "", "leaked_test_share": 0, "overlapping": False} | experiment["data"] | federation
-    counts = np.array(federation["train"])  # [clients, classes]; a server may not know them
-    known = counts if counts.ndim == 2 else None
-    found = {
-        "folder": run.resolve().name,
-        "path": os.fspath(run),
-        "algorithm": experiment["algorithm"]["name"],
-        "seed": experiment["seed"],
-        "rounds": experiment["rounds"],
-        "where": where(setting),
-        "curve": [_summarise_round(line) for line in _thin(lines, PAGE_LINES // num_runs)],
-        # A server may not know the fingerprint; then the federation equals no other.
-        "fingerprint": federation.get("fingerprint") or f"unknown: {run}",
-        "names": federation["clients"],
-        "federation": None,  # unknown, or too large to draw
-        "alpha": _collect_alpha(run, federation["clients"], known, PAGE_WEIGHTS // num_runs),
-        "failures": last.get("failures", {}),
-        "experiment": (run / "experiment.toml").read_text(encoding="utf-8"),
-        "environment": read_object(run / "environment.json") if (run / "environment.json").exists() else {},
-        "finished": result is not None,
-    }
+    names, counts = federation["clients"], np.array(federation["train"])  # [clients, classes]
+    known = counts if counts.ndim == 2 else None  # a server may not know them
+    drawn = None  # unknown, or too large to draw
     if known is not None and known.size <= PAGE_CELLS // num_runs:
-        same = {key: federation[key] for key in ("clients", "classes", "train")}
-        found["federation"] = {**same, "order": order_by_labels(known)}
+        drawn = {key: federation[key] for key in ("clients", "classes", "train")} | {"order": order_by_labels(known)}
+    found: Values = {"folder": run.resolve().name, "path": os.fspath(run), "algorithm": experiment["algorithm"]["name"]}
+    found |= {"seed": experiment["seed"], "rounds": experiment["rounds"], "where": where(setting)}
+    found["curve"] = [_summarise(line) for line in _thin(lines, PAGE_LINES // num_runs)]
+    # A server may not know the fingerprint; then the federation equals no other.
+    found["fingerprint"] = federation.get("fingerprint") or f"unknown: {run}"
+    found |= {"names": names, "federation": drawn}
+    found["alpha"] = _collect_alpha(run, names, known, PAGE_WEIGHTS // num_runs)
+    found |= {"failures": last.get("failures", {}), "experiment": (run / "experiment.toml").read_text(encoding="utf-8")}
+    found["environment"] = read_object(run / "environment.json") if (run / "environment.json").exists() else {}
+    found |= {"finished": result is not None, "final": _summarise(last) if last else None}
     if result:
-        return found | _collect_result(result, federation["clients"], known)
-    phases: Counter[str] = Counter()
-    for line in lines:
-        phases.update(line["seconds"])
-    found |= {"played": last.get("round", 0), "warnings": [ATTACKED] * ("honest" in last)}
-    found |= {"final": _summarise_round(last) if last else None, "clients": [], "unseen": None, "refused": None}
-    return found | {"phases": dict(phases)}
+        return found | _collect_result(result, names, known)
+    phases = {phase: sum(line["seconds"].get(phase, 0) for line in lines) for phase in last.get("seconds", {})}
+    found |= {"played": last.get("round", 0), "warnings": [ATTACKED] * ("honest" in last), "phases": phases}
+    return found | {"clients": [], "unseen": None, "refused": None}
 
 
 def _collect_result(result: Values, names: list[str], counts: Array | None) -> Values:
     """Return what only a finished run has."""
-    after, total = honest_part(result)["accuracy_after_training"]["mean"], result["seconds"]["total"]
-    clients = []
-    for client, name in enumerate(names):
-        accuracies = {"accuracy": "accuracy", "after": "accuracy_after_training"}
-        found = {to: result[key]["per_client"][client] for to, key in accuracies.items()}
-        found["examples"] = None if counts is None else int(counts[client].sum())
-        clients.append({"name": name, **found, "attacks": client in result.get("attackers", [])})
+    clients, attackers = [], result.get("attackers", [])
+    accuracies = (result[key]["per_client"] for key in ("accuracy", "accuracy_after_training"))
+    for client, (name, accuracy, after) in enumerate(zip(names, *accuracies, strict=True)):
+        examples, attacks = None if counts is None else int(counts[client].sum()), client in attackers
+        clients.append({"name": name, "accuracy": accuracy, "after": after, "examples": examples, "attacks": attacks})
     unseen = result.get("unseen")
     if unseen:
         means = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
         unseen = {"clients": len(unseen["clients"])} | {to: unseen[key]["mean"] for to, key in means.items()}
-    return {
-        "played": result["rounds"],
-        "warnings": warnings([result]),
-        "final": _summarise(result, result["traffic"], after=after, seconds=total),
-        "clients": clients,
-        "unseen": unseen,
-        "refused": result["refused_uploads"],
-        "phases": result["seconds"]["phases"],
-    }
+    found = {"played": result["rounds"], "warnings": warnings([result]), "phases": result["seconds"]["phases"]}
+    return found | {"clients": clients, "unseen": unseen, "refused": result["refused_uploads"]}
 
 
 def _thin(items: Sequence[Any], most: int) -> list[Any]:
@@ -150,17 +135,16 @@ def _thin(items: Sequence[Any], most: int) -> list[Any]:
     return [items[position] for position in np.unique(spread)]
 
 
-def _summarise(found: Values, traffic: Values, **more: Any) -> Values:
-    """Return what curves and the summary show of a round, or of a whole run."""
-    spread = {key: honest_part(found)["accuracy"][key] for key in SPREAD}
-    return {**spread, "down": traffic["down_bytes"] / MIB, "up": traffic["up_bytes"] / MIB, "seconds": None, **more}
-
-
-def _summarise_round(line: Values) -> Values:
-    # After training a line has the mean of all clients only; it is not comparable where some of them attack.
-    after = None if "honest" in line else line["accuracy_after_training"]
-    same = {key: line[key] for key in ("round", "loss", "training_loss", "retained")}
-    return _summarise(line, line, after=after, **same)
+def _summarise(found: Values) -> Values:
+    """Return what curves and the summary show of a line of rounds.jsonl, or of a result."""
+    honest, traffic = honest_part(found), found.get("traffic", found)
+    summary = {key: honest["accuracy"][key] for key in SPREAD}
+    summary |= {"down": traffic["down_bytes"] / MIB, "up": traffic["up_bytes"] / MIB}
+    if "traffic" in found:
+        return summary | {"after": honest["accuracy_after_training"]["mean"], "seconds": found["seconds"]["total"]}
+    # After training a line has the mean of all clients only: where some attack, the honest part has none.
+    summary |= {"after": honest.get("accuracy_after_training"), "seconds": None}
+    return summary | {key: found[key] for key in ("round", "loss", "training_loss", "retained")}
 
 
 def _collect_alpha(run: Path, names: list[str], counts: Array | None, weights: int) -> Values | None:
@@ -175,15 +159,10 @@ def _collect_alpha(run: Path, names: list[str], counts: Array | None, weights: i
     if kept:
         orders["by weights"] = order_by_weights(alpha.values[-1])
     levels = np.clip(np.rint(alpha.values[kept] * LEVELS), 0, LEVELS).astype("<u2")
-    return {
-        "layers": alpha.layers,
-        "snapshots": len(alpha.rounds),
-        "self": {"rounds": alpha.rounds, **{name: one.round(4).T.tolist() for name, one in over_clients.items()}},
-        "rounds": [alpha.rounds[position] for position in kept],
-        "names": names,
-        "values": base64.b64encode(levels.tobytes()).decode("ascii"),
-        "orders": orders,
-    }
+    found = {"layers": alpha.layers, "snapshots": len(alpha.rounds), "names": names, "orders": orders}
+    found["self"] = {"rounds": alpha.rounds} | {name: one.round(4).T.tolist() for name, one in over_clients.items()}
+    found["rounds"] = [alpha.rounds[position] for position in kept]
+    return found | {"values": base64.b64encode(levels.tobytes()).decode("ascii")}
 
 
 def order_by_labels(counts: Array) -> list[int]:
@@ -205,3 +184,69 @@ def _order_leaves(distances: Array, clients: int) -> list[int]:
     if clients < 3:
         return list(range(clients))
     return [int(client) for client in leaves_list(linkage(distances, "average", optimal_ordering=clients <= OPTIMAL))]
+
+
+class Watcher(ThreadingHTTPServer):
+    """A server of two addresses: the page and its data."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Path], host: str, port: int) -> None:
+        self.runs, self._lock, self._data = runs, Lock(), {"live": ""}
+        self.data()  # refuses what is not a run before the server starts
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise PfedlaError(f"cannot serve at {host}:{port}: {error}. Choose another --port") from None
+
+    def data(self) -> dict[str, Any]:
+        """Return the page's data, read anew if a file of the runs has changed; "live" is their ETag."""
+        with self._lock:
+            stamps = []
+            for path in (run / name for run in self.runs for name in WATCHED):
+                with suppress(OSError):  # not there yet, or removed: a run that is resumed removes its result
+                    stamps.append((path, path.stat().st_mtime_ns, path.stat().st_size))
+            tag = f'"{hash(tuple(stamps)):x}"'
+            if tag != self._data["live"]:
+                self._data = collect_page_data(self.runs) | {"live": tag}
+            return self._data
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Watcher
+    server_version, sys_version = "pfedla", ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if not self._is_local_name():
+            return self.send_error(403, "this page is served under local names only")
+        if self.path not in SERVED:
+            return self.send_error(404)
+        try:
+            data = self.server.data()
+        except PfedlaError as error:  # the folder was moved or damaged
+            return self.send_error(503, str(error).splitlines()[0].encode("ascii", "replace").decode())
+        headers, body = HEADERS | {"ETag": data["live"]}, b""
+        if self.headers.get("If-None-Match") != data["live"]:
+            body = (render_page(data) if self.path == "/" else json.dumps(data, allow_nan=False)).encode()
+            headers |= {"Content-Type": SERVED[self.path], "Content-Length": str(len(body))}
+        self.send_response(200 if body else 304)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+        return None
+
+    def _is_local_name(self) -> bool:
+        """Refuse foreign host names: a page elsewhere could point its name here and read the runs."""
+        if self.server.server_address[0] not in LOOPBACK:
+            return True  # --host serves it to a network on purpose
+        try:
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
+        except ValueError:
+            return False
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""

@@ -20,46 +20,36 @@ MIB = 2**20
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
+Round = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 Failures = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[str, Count]]
 
 
-def _shape(**fields: Any) -> Any:
+def _shape(fields: Values) -> Any:
     """Return a model that checks these keys and ignores others; (type, default) makes a key optional."""
     made: Values = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
     return create_model("Shape", __config__=ConfigDict(strict=True), **made)
 
 
 _SPREAD, _TRAFFIC = dict.fromkeys(SPREAD, Share | None), {"down_bytes": Count, "up_bytes": Count}
-_Spread, _PerClient = _shape(**_SPREAD), _shape(**_SPREAD, per_client=list[Share | None])
+_Spread, _PerClient = _shape(_SPREAD), _shape(_SPREAD | {"per_client": list[Share | None]})
 _ACCURACIES = dict.fromkeys(("accuracy", "accuracy_after_training"), _Spread)
+_Unseen = _shape(_ACCURACIES | {"accuracy_before": _Spread, "accuracy_alone": _Spread, "clients": list[Any]})
 _Result = _shape(
-    format=(Annotated[int, Field(ge=1, le=2)], 1),  # a file of format 1 does not name it
-    **dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str),
-    **dict.fromkeys(("clients", "seed", "refused_uploads"), Count),
-    **dict.fromkeys(_ACCURACIES, _PerClient),
-    overlapping=bool,
-    leaked_test_share=Share,
-    rounds=Annotated[int, Field(ge=1)],
-    traffic=_shape(**_TRAFFIC),
-    seconds=_shape(total=Seconds, phases=dict[str, Seconds]),
-    failures=Failures,
-    faults=Values,
-    attackers=(list[Any], []),
-    honest=(_shape(**_ACCURACIES) | None, None),
-    unseen=(_shape(**_ACCURACIES, accuracy_before=_Spread, accuracy_alone=_Spread, clients=list[Any]) | None, None),
+    {"format": (Annotated[int, Field(ge=1, le=2)], 1)}  # a file of format 1 does not name it
+    | dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str)
+    | dict.fromkeys(("clients", "seed", "refused_uploads"), Count)
+    | dict.fromkeys(_ACCURACIES, _PerClient)
+    | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
+    | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
+    | {"attackers": (list[Any], []), "honest": (_shape(_ACCURACIES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(
-    **_TRAFFIC,
-    **dict.fromkeys(("loss", "training_loss"), float | None),
-    round=Annotated[int, Field(ge=1)],
-    accuracy=_Spread,
-    accuracy_after_training=Share | None,
-    seconds=dict[str, Seconds],
-    cohort=list[Count],
-    retained=dict[str, Count],
-    failures=Failures,
-    honest=(_shape(accuracy=_Spread) | None, None),
+    _TRAFFIC
+    | {"round": Round, "loss": float | None, "training_loss": float | None, "seconds": dict[str, Seconds]}
+    | {"cohort": list[Count], "retained": dict[str, Count], "failures": Failures}
+    | {"accuracy": _Spread, "accuracy_after_training": Share | None}
+    | {"honest": (_shape({"accuracy": _Spread}) | None, None)}
 )
 
 

@@ -1,7 +1,4 @@
-"""Results as tables, for the terminal and as Markdown. A seed draws the federation: methods are compared seed by seed.
-
-A table is a list of lines of text, the first its header. A cell between two ** is bold.
-"""
+"""Results as tables, for terminals and as Markdown. A seed draws the federation: methods are compared seed by seed."""
 
 import math
 import statistics
@@ -34,17 +31,16 @@ COLUMNS: dict[str, Callable[[Values], Any]] = {
     "unseen %": lambda result: result["unseen"]["accuracy"]["mean"] if "unseen" in result else None,
     "unseen alone %": lambda result: result["unseen"]["accuracy_alone"]["mean"] if "unseen" in result else None,
 }
-TABLE_ROWS = 40  # of a federation
-NAMED = 5  # classes of a client that are named in the table
-LONGEST = 20  # characters of a name
+Lines = Sequence[Sequence[str]]  # a table: the first line is its header; a cell between two ** is bold
+TABLE_ROWS, NAMED, LONGEST = 40, 5, 20  # clients in a table, classes named of each, characters of a name
 
 
-def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Lines) -> str:
     body = [lines[0], ["---", *["---:"] * (len(lines[0]) - 1)], *lines[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in body)
 
 
-def terminal_table(lines: Sequence[Sequence[str]], title: str | None = None, notes: Sequence[str] = ()) -> Table:
+def terminal_table(lines: Lines, title: str | None = None, notes: Sequence[str] = ()) -> Table:
     table = Table(title=title, caption="\n".join(notes) or None, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for position, heading in enumerate(lines[0]):
@@ -60,7 +56,6 @@ def mean_and_std(values: Collection[float]) -> tuple[float | None, float | None]
 
 
 def show_mean(values: Collection[float], digits: int = 1) -> str:
-    """Return the mean, with the standard deviation if there are several values."""
     return " ± ".join(f"{one:.{digits}f}" for one in mean_and_std(values) if one is not None) or "–"
 
 
@@ -84,14 +79,20 @@ class Row:
     @property
     def accuracies(self) -> dict[int, float]:
         """The accuracy in % by seed; nothing for a method without a mean."""
-        means = {result["seed"]: honest_part(result)["accuracy"]["mean"] for result in self.results}
+        means = {result["seed"]: COLUMNS["personal %"](result) for result in self.results}
         return {} if self.outcome else {seed: 100 * mean for seed, mean in means.items() if mean is not None}
 
     @property
     def mib(self) -> float | None:
         """What was sent down and up, mean over the seeds."""
-        sent = [(one["traffic"]["down_bytes"] + one["traffic"]["up_bytes"]) / MIB for one in self.results]
-        return statistics.mean(sent) if sent else None
+        return mean_and_std([COLUMNS["down MiB"](one) + COLUMNS["up MiB"](one) for one in self.results])[0]
+
+    @property
+    def content(self) -> Any:
+        """What comparison.json holds: the results, or why there are none."""
+        if self.not_applicable:
+            return {"not_applicable": self.not_applicable}
+        return {"results": self.results, "gave_up": self.gave_up} if self.gave_up else self.results
 
     def show(self, column: str) -> str:
         """Return the cell below one of COLUMNS."""
@@ -111,9 +112,8 @@ class Difference(NamedTuple):
     @property
     def is_supported(self) -> bool:
         """Whether a paired t-test over at least three seeds rejects "no difference" at 5 % (two-sided)."""
-        if self.error is None or self.seeds < 3:
-            return False
-        return bool(abs(self.mean) > stdtrit(self.seeds - 1, 0.975) * self.error)
+        critical = float(stdtrit(self.seeds - 1, 0.975))
+        return self.error is not None and self.seeds >= 3 and abs(self.mean) > critical * self.error
 
     def __str__(self) -> str:
         return f"{self.mean:+.2f}{'' if self.error is None else f' ± {self.error:.2f}'} ({self.seeds})"
@@ -135,62 +135,37 @@ class Ranking(NamedTuple):
 
 def rank(rows: Iterable[Row]) -> Ranking:
     values = {row.algorithm: row.accuracies for row in rows if row.accuracies}
-    most = max(map(len, values.values()), default=0)
-    means = {name: statistics.mean(found.values()) for name, found in values.items() if len(found) == most}
-    if not means:
+    if not values:
         return Ranking(None, None, {})
-    first = max(means, key=lambda name: means[name])
+    first = max(values, key=lambda name: (len(values[name]), statistics.mean(values[name].values())))
     found = {name: compare(one, values[first]) for name, one in values.items()}
     others = [difference for name, difference in found.items() if name != first]
     is_best = others and all(one and one.mean < 0 and one.is_supported for one in others)
     return Ranking(first, first if is_best else None, {name: one for name, one in found.items() if one})
 
 
-def comparison_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table of a comparison."""
-    best = rank(rows).best
+def tabulate_comparison(rows: Sequence[Row]) -> tuple[list[list[str]], list[str]]:
+    """Return the table, and notes: why methods have no mean and, with several seeds, the differences to the first."""
+    first, best, differences = rank(rows)
     with_unseen = any("unseen" in result for row in rows for result in row.results)
     columns = [column for column in COLUMNS if with_unseen or not column.startswith("unseen")]
-    lines = [["algorithm", *columns]]
+    lines, notes = [["algorithm", *columns]], list[str]()
     for row in rows:
         cells = [row.outcome, *"–" * (len(columns) - 1)] if row.outcome else [row.show(column) for column in columns]
         cells[0] = f"**{cells[0]}**" if row.algorithm == best else cells[0]
         lines.append([row.algorithm, *cells])
-    return lines
-
-
-def comparison_notes(rows: Sequence[Row]) -> list[str]:
-    """Return why methods have no mean and, with several seeds, the paired differences to the first."""
-    notes: list[str] = []
-    first, _, differences = rank(rows)
-    for row in rows:
         notes += [f"{row.algorithm}: {row.not_applicable}"] if row.not_applicable else []
         notes += [f"{row.algorithm}, seed {seed}: {why}" for seed, why in row.gave_up.items()]
     if first is not None and any(len(row.results) + len(row.gave_up) > 1 for row in rows):
         notes += [f"{name} − {first}: {difference}" for name, difference in differences.items() if name != first]
         notes.append(NOTE)
-    return notes
+    return lines, notes
 
 
 def comparison_markdown(rows: Sequence[Row]) -> str:
-    notes = [*comparison_notes(rows), *warnings([result for row in rows for result in row.results])]
-    return "\n".join([markdown_table(comparison_lines(rows)), "", *(f"- {note}" for note in notes)]) + "\n"
-
-
-def comparison_table(rows: Sequence[Row]) -> Table:
-    return terminal_table(comparison_lines(rows), notes=comparison_notes(rows))
-
-
-def comparison_json(rows: Sequence[Row]) -> Values:
-    """Return what comparison.json holds: by algorithm the results, or why there are none."""
-    content: Values = {}
-    for row in rows:
-        content[row.algorithm] = row.results
-        if row.not_applicable:
-            content[row.algorithm] = {"not_applicable": row.not_applicable}
-        elif row.gave_up:
-            content[row.algorithm] = {"results": row.results, "gave_up": row.gave_up}
-    return content
+    lines, notes = tabulate_comparison(rows)
+    notes += warnings([result for row in rows for result in row.results])
+    return "\n".join([markdown_table(lines), "", *(f"- {note}" for note in notes)]) + "\n"
 
 
 def where(result: Mapping[str, Any]) -> str:
@@ -225,8 +200,7 @@ def failures_lines(result: Values) -> list[str]:
         who = ", ".join(f"{client} ({n}x)" for client, n in often[:5]) + (", …" if len(often) > 5 else "")
         diverged = reason == "not finite" and "attack" not in result["faults"]
         hint = "; try a smaller --lr or uploads.norm_bound" if diverged else ""
-        times = sum(n for _, n in often)
-        lines.append(f"left out {times} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
+        lines.append(f"left out {sum(n for _, n in often)} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
     return lines
 
 

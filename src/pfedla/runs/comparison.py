@@ -2,10 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pfedla.algorithms import ALGORITHMS, default_options
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown
@@ -13,7 +12,7 @@ from pfedla.core.files import safe_name, write_text
 from pfedla.data import datasets
 from pfedla.data.dataset import Dataset
 from pfedla.report.figures import draw_comparison
-from pfedla.report.tables import Row, comparison_json, comparison_markdown
+from pfedla.report.tables import Row, comparison_markdown
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment, overlay
 from pfedla.runs.folder import EXPERIMENT, RUNS, RunFolder, new_folder, number_folder
@@ -21,8 +20,7 @@ from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonPlan:
+class ComparisonPlan(NamedTuple):
     """The runs of a comparison. All have been built once, so none can be refused any more."""
 
     dataset: Dataset
@@ -38,10 +36,9 @@ class ComparisonPlan:
 def plan_comparison(
     values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
 ) -> ComparisonPlan:
-    """Make one experiment per algorithm and seed.
+    """Make one experiment per algorithm and seed. Without `out` the folder is new, or with `resume` the last there is.
 
-    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone. Without `out` the folder
-    is a new one, or with `resume` the last there is.
+    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone.
     """
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():
@@ -61,31 +58,21 @@ def plan_comparison(
         dataset = dataset or datasets.load(experiment.data.dataset)
         try:
             partition = build(experiment, dataset).experiment.data.split_name  # not kept: all take too much memory
+            experiments.append(experiment)
         except NotApplicableError as error:
             reasons[name] = str(error)
-        else:
-            experiments.append(experiment)
     if dataset is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
-    default = RUNS / f"compare-{safe_name(dataset.name)}-{partition}"
-    folder = out or number_folder(default, resume=resume)
+    folder = out or number_folder(RUNS / f"compare-{safe_name(dataset.name)}-{partition}", resume=resume)
     return ComparisonPlan(dataset=dataset, experiments=experiments, reasons=reasons, folder=folder)
 
 
-def compare(
-    plan: ComparisonPlan,
-    display: Display | None = None,
-    *,
-    resume: bool = False,
-    stopping: Callable[[], bool] = lambda: False,
-    track: Sequence[str] = (),
-) -> list[Row]:
+def compare(plan: ComparisonPlan, display: Display | None = None, *, resume: bool = False, **options: Any) -> list[Row]:
     """Run every algorithm on every seed; leave a folder with their runs, one table and one picture.
 
-    With `resume`, finished runs in the folder are kept and an unfinished one is resumed.
+    With `resume`, finished runs in the folder are kept and an unfinished one is resumed. `options` are those of `Run`.
     """
-    display = display or Display(plan.total_rounds, quiet=True)
-    root = plan.folder
+    root, display = plan.folder, display or Display(plan.total_rounds, quiet=True)
     if not (resume and root.is_dir()):
         new_folder(root)
     elif any(root.iterdir()) and not any(root.glob(f"*/{EXPERIMENT}")):
@@ -95,18 +82,16 @@ def compare(
         row, seed = rows[experiment.algorithm.name], experiment.seed
         display.begin(row.algorithm, seed)
         folder = RunFolder(root / f"{row.algorithm}-s{seed}", resume=resume)
-        run = Run(build(experiment, plan.dataset), folder, display=display, stopping=stopping, track=track)
         try:
-            row.results.append(run.complete())
+            row.results.append(Run(build(experiment, plan.dataset), folder, display=display, **options).complete())
+            row.folders.append(folder.path)
         except GaveUpError as error:  # the others are worth having all the same
             display.say(str(error))
             row.gave_up[seed] = str(error)
-        else:
-            row.folders.append(folder.path)
     found = list(rows.values())
     if not any(row.results for row in found):
         raise GaveUpError(next(reason for row in found for reason in row.gave_up.values()))
     draw_comparison(found, root / "learning_curves.png")
     write_text(root / "comparison.md", comparison_markdown(found))
-    write_text(root / "comparison.json", json.dumps(comparison_json(found), indent=2) + "\n")
+    write_text(root / "comparison.json", json.dumps({row.algorithm: row.content for row in found}, indent=2) + "\n")
     return found

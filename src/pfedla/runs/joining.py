@@ -19,7 +19,6 @@ from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_tensors, write_text
 from pfedla.core.layers import stack
 from pfedla.core.rounds import Traffic, accept, evaluate_all, payload_bytes, summarise
-from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Federation, Outline, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.runs.build import build_around

@@ -43,8 +43,7 @@ class Simulation:
     def refused_uploads(self) -> int:
         """How many uploads came and were not used."""
         others = (NO_ANSWER.reason, "raised", "evaluation raised")
-        counts = [one for reasons in self.failures.values() for one in reasons.items()]
-        return sum(times for reason, times in counts if reason not in others)
+        return sum(n for reasons in self.failures.values() for reason, n in reasons.items() if reason not in others)
 
     def __repr__(self) -> str:
         mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
@@ -62,33 +61,33 @@ class Simulation:
 
 def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dict[str, Any]:
     """Return what result.json holds."""
-    experiment = built.experiment
+    experiment, data, federation = built.experiment, built.experiment.data, built.federation
+    accuracies = {key: getattr(simulation, key) for key in ("accuracy", "accuracy_after_training")}
+    failures = {str(client): reasons for client, reasons in sorted(simulation.failures.items())}
     total = sum(simulation.seconds.values())
     result = {
         "format": FORMAT,
         "algorithm": experiment.algorithm.name,
-        "dataset": experiment.data.dataset,
-        "partition": experiment.data.partition,
-        "subset": built.federation.subset,
-        "overlapping": experiment.data.overlapping,
-        "leaked_test_share": built.federation.leaked_share,
-        "clients": len(built.federation),
+        "dataset": data.dataset,
+        "partition": data.partition,
+        "subset": federation.subset,
+        "overlapping": data.overlapping,
+        "leaked_test_share": federation.leaked_share,
+        "clients": len(federation),
         "rounds": experiment.rounds,
         "seed": experiment.seed,
         "model": experiment.model,
-        "accuracy": summarise(simulation.accuracy),
-        "accuracy_after_training": summarise(simulation.accuracy_after_training),
+        **{key: summarise(values) for key, values in accuracies.items()},
         "loss": finite_mean(simulation.loss),
         "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
-        "failures": {str(client): reasons for client, reasons in sorted(simulation.failures.items())},
+        "failures": failures,
         "faults": experiment.faults.model_dump(exclude_defaults=True),
         "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},
     }
     if not honest.all():
-        accuracies = {key: getattr(simulation, key)[honest] for key in ("accuracy", "accuracy_after_training")}
         result["attackers"] = (~honest).nonzero().squeeze(1).tolist()
-        result["honest"] = {key: summarise(values) for key, values in accuracies.items()}
+        result["honest"] = {key: summarise(values[honest]) for key, values in accuracies.items()}
     return result
 
 
