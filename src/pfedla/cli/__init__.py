@@ -18,12 +18,8 @@ from pfedla.cli.use import algorithms, communication, evaluate, export, join, re
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 
-app = Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+HELP = {"help_option_names": ["-h", "--help"]}
+app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 GROUPS = {
     "Train": (run, compare, algorithms),
     "Look": (report, watch),
@@ -43,14 +39,12 @@ def _print_version(wanted: bool) -> None:
         raise Exit
 
 
+Debug = Annotated[bool, Option("--debug", help="Show tracebacks (or PFEDLA_DEBUG=1).")]
 Version = Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
 
 
 @app.callback()
-def top(
-    version: Version = False,
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks (or PFEDLA_DEBUG=1).")] = False,
-) -> None:
+def top(version: Version = False, debug: Debug = False) -> None:
     """Personalised federated learning: learn how much of each layer to borrow from whom."""
 
 

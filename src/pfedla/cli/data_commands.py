@@ -1,18 +1,15 @@
 """`pfedla data`: list and fetch data sets, show a split."""
 
-import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
-from pfedla.cli.options import File, Json, Setting, out_console, with_settings
+from pfedla.cli.options import File, Json, Setting, answer, say, with_settings
 from pfedla.core.errors import PfedlaError
 
 data_app = typer.Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
-say = partial(out_console.print, soft_wrap=True)
 
 
 @data_app.command("list")
@@ -25,13 +22,10 @@ def list_(as_json: Json = False) -> None:
         state, shape = state_of(name), "x".join(map(str, entry.shape))
         states[name] = {"here": state.here, "where": str(state.place or "")}
         table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
-    if as_json:
-        print(json.dumps({"data_directory": str(data_directory()), "datasets": states}))
-        return
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
-    out_console.print(table)
-    say("`pfedla data fetch NAME` downloads a data set, or checks it if it is here.")
-    say(f"data directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)")
+    hint = "`pfedla data fetch NAME` downloads a data set, or checks it if it is here."
+    hint += f"\ndata directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)"
+    answer({"data_directory": str(data_directory()), "datasets": states}, table, hint, as_json=as_json)
 
 
 @data_app.command()
@@ -76,8 +70,6 @@ def show(
     name = f"{where(data.model_dump() | described)}, seed {experiment.seed}"
     split = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
     path = draw_federation(described, name, out or Path(f"federation-{split}.png"))
-    if as_json:
-        print(json.dumps({"picture": str(path), "data": data.model_dump(), **described}))
-        return
-    out_console.print(federation_table(described, name))
-    say(f"{statistics_line(described)}\nfigure: {path}")
+    content = {"picture": str(path), "data": data.model_dump(), **described}
+    text = f"{statistics_line(described)}\nfigure: {path}"
+    answer(content, federation_table(described, name), text, as_json=as_json)

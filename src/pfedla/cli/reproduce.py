@@ -37,50 +37,42 @@ def reproduce(
     from pfedla.report.tables import terminal_table
     from pfedla.reproduction import campaign, paper_tables
     from pfedla.reproduction.grid import Wanted, list_cells, list_names, load_grid, load_paper
+    from pfedla.reproduction.paper_figures import write_figures
 
     if name is None:
         grids = {one: load_grid(one) for one in list_names()}
         lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
-        return say(terminal_table([["name", "what", "runs"], *lines]))
+        say(terminal_table([["name", "what", "runs"], *lines]))
+        return
     grid = load_grid(name)
     if accounting_only:
         if grid.form != "retained":
             raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-        return say(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
-    wanted = Wanted(
-        datasets=split_words(dataset),
-        methods=split_words(methods),
-        clients=parse_numbers("--clients", clients, "10"),
-        seeds=parse_numbers("--seeds", seeds, "0,1,2"),
-        rounds=rounds,
-        paper_budget=paper_budget,
-    )
+        say(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
+        return
+    numbers = {"clients": parse_numbers("--clients", clients, "10"), "seeds": parse_numbers("--seeds", seeds, "0,1,2")}
+    chosen = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
+    wanted = Wanted(**chosen, rounds=rounds, paper_budget=paper_budget)
     folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
-        return _check(grid, cells, folder / campaign.SUMMARY, quiet)
+        _check(grid, cells, folder / campaign.SUMMARY, quiet)
+        return
+    stopped = None
     try:
         total = sum(cell.experiment.rounds for cell in cells)
         with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
             campaign.run_missing(runs, cells, display, signals.wanted, campaign.find_stored(folder, grid))
-    except Stopped:
-        _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
-        raise
-    return _write(name, campaign.write_summary(runs, name, grid, wanted, folder), folder, quiet)
-
-
-def _write(name: str, summary: dict[str, Any], folder: Path, quiet: bool) -> None:
-    """Write the tables and figures; print the table."""
-    from pfedla.report.tables import terminal_table
-    from pfedla.reproduction import grid, paper_figures, paper_tables
-
-    paper = grid.load_paper(name)
-    paths = paper_tables.write_tables(summary, paper, folder) + paper_figures.write_figures(summary, paper, folder)
-    if quiet:
-        return
-    if summary["cells"]:
+    except Stopped as error:
+        stopped = error  # what is done is shown first
+    summary, paper = campaign.write_summary(runs, name, grid, wanted, folder), load_paper(name)
+    paths = paper_tables.write_tables(summary, paper, folder) + write_figures(summary, paper, folder)
+    if summary["cells"] and not quiet:
         notes = [paper_tables.NOTE, *paper_tables.describe_columns(summary)]
         say(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
-    say(*(f"  {path}" for path in paths))
+    if not quiet:
+        say(*(f"  {path}" for path in paths))
+    if stopped:
+        raise stopped
 
 
 def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:

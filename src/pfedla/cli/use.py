@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from pfedla.cli.options import Json, Quiet, say, split_words
+from pfedla.cli.options import Json, Quiet, answer, say, split_words
 from pfedla.runs.experiment import Experiment
 
 PAGE_HELP = "File to write (default: report.html in the first folder)."
@@ -51,14 +51,11 @@ def algorithms(as_json: Json = False) -> None:
     from pfedla.algorithms import ALGORITHMS, default_options
 
     defaults = {name: default_options(name) for name in ALGORITHMS}
-    if as_json:
-        print(json.dumps(defaults))
-        return
     table = Table("algorithm", "what it does", "options (--set algorithm.…)")
     for name, kind in ALGORITHMS.items():
         chosen = "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items())
         table.add_row(name, kind.summary, chosen)
-    say(table)
+    answer(defaults, table, as_json=as_json)
 
 
 def _find_folders(given: list[Path]) -> list[Path]:
@@ -81,13 +78,10 @@ def evaluate(
 
     personal = load_personal(run, client)
     result = evaluate_personal(personal, data)
-    if as_json:
-        print(json.dumps(result))
-        return
     numbers = f"accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} ({result['examples']} examples)"
-    say(f"client {client} on {data or 'its test split'}: {numbers}")
-    if personal.experiment.data.overlapping:
-        say("OVERLAPPING clients: test examples may have trained other clients.")
+    warning = "\nOVERLAPPING clients: test examples may have trained other clients."
+    text = f"client {client} on {data or 'its test split'}: {numbers}"
+    answer(result, text + warning * personal.experiment.data.overlapping, as_json=as_json)
 
 
 def export(run: RunPath, client: Client, out: Annotated[Path | None, Option(help=EXPORT_HELP)] = None) -> None:
@@ -116,13 +110,11 @@ def join(
 
     warn = Console(stderr=True, highlight=False, markup=False, quiet=quiet or as_json, soft_wrap=True)
     folder, result = join_run(run, data, rounds=rounds, name=name, say=warn.print)
-    if as_json:
-        print(json.dumps({"joined": str(folder), **result}))
-    elif not quiet:
-        examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
-        spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
-        say(joined_table(result), *borrowed_lines(result), spent)
-        say(f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}")
+    examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
+    spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
+    hint = f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}"
+    parts = (joined_table(result), *borrowed_lines(result), spent, hint)
+    answer({"joined": str(folder), **result}, *parts, as_json=as_json, quiet=quiet)
 
 
 def communication(
@@ -147,11 +139,9 @@ def communication(
     retained = layers.positions(split_words(retain))
     traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained)
     down, up = traffic.down_bytes / MIB, traffic.up_bytes / MIB
-    if as_json:
-        print(json.dumps({"down_mib": down, "up_mib": up, "total_mib": down + up}))
-        return
     table = Table("layer", "parameters", "sent down", title=f"{name} on {dataset}", title_justify="left")
     for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):
         table.add_row(layer, f"{size:,}", "no" if position in retained else "yes")
     table.add_row("all", f"{sum(layers.num_parameters):,}", "")
-    say(table, f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
+    text = f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up"
+    answer({"down_mib": down, "up_mib": up, "total_mib": down + up}, table, text, as_json=as_json)

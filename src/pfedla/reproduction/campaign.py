@@ -1,8 +1,4 @@
-"""Run the cells that are missing, and keep what is known of all cells in results.json.
-
-A stored cell is recognised by its experiment, not by its name: it must equal what the grid asks for wherever
-the grid does not say "auto". Settings that it lacks count as their defaults.
-"""
+"""Run the cells that are missing, and keep what is known of all cells in results.json."""
 
 import json
 import subprocess
@@ -16,6 +12,7 @@ import pfedla
 from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Stopped
 from pfedla.core.files import read_object, write_text
+from pfedla.core.settings import AUTO
 from pfedla.data import datasets
 from pfedla.report.reading import Values, read_alpha, read_result, read_rounds
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, resolve
@@ -25,6 +22,7 @@ from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, RunFolder, descri
 from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
+Stopping = Callable[[], bool]
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
 FORMAT = 2  # of results.json; 1 had no "format"
 SNAPSHOTS = 21  # of alpha in a summary, at most
@@ -32,15 +30,17 @@ MACHINE = ("torch", "cpu", "cpu_model")  # a repetition on the same has the same
 
 
 class Stored(NamedTuple):
-    """A cell of a results.json, of any format."""
+    """A cell of a results.json, recognised by its experiment: settings that it lacks count as their defaults."""
 
     content: Values
     settings: Values | None  # of its run; None for a cell of format 1 that has only a reason
 
     def is_of(self, cell: Cell) -> bool:
-        if self.settings is None:
+        """Return whether it equals what the grid asks for, wherever the grid does not say "auto"."""
+        settings = self.settings
+        if settings is None:
             return str(self.content["run"]).rpartition("-")[0] == cell.label
-        return cell.is_made_by(self.settings)
+        return all(value in (AUTO, settings.get(key)) for key, value in cell.settings.items())
 
 
 def read_cells(path: Path) -> list[Stored]:
@@ -77,26 +77,22 @@ def is_done(runs: Path, cell: Cell) -> bool:
 
 
 def run_missing(
-    runs: Path,
-    cells: Sequence[Cell],
-    display: Display,
-    stopping: Callable[[], bool] = lambda: False,
-    stored: Sequence[Stored] = (),
+    runs: Path, cells: list[Cell], display: Display, stopping: Stopping = lambda: False, stored: Sequence[Stored] = ()
 ) -> None:
     """Run every cell that is neither in `runs` nor stored. A run that was stopped is resumed."""
     missing = [cell for cell in cells if not is_done(runs, cell) and not match(cell, stored)]
     for name in dict.fromkeys(cell.experiment.data.dataset for cell in missing):
         if not datasets.state_of(name).here:
             datasets.load(name)  # raises before hours are spent on the others
-    display.skip(sum(cell.experiment.rounds for cell in cells) - sum(cell.experiment.rounds for cell in missing))
     runs.mkdir(parents=True, exist_ok=True)
     load = lru_cache(maxsize=1)(datasets.load)  # one at a time: CIFAR is large
-    for cell in missing:
-        if stopping():
-            raise Stopped
-        if is_done(runs, cell):  # by another process, or as another cell of the same experiment
+    for cell in cells:
+        # It may have been run since, by another process or as another cell of the same experiment.
+        if cell not in missing or is_done(runs, cell):
             display.skip(cell.experiment.rounds)
             continue
+        if stopping():
+            raise Stopped
         path, what = runs / cell.folder, f"{cell.row}, {cell.column}"
         display.begin(what, cell.experiment.seed)
         try:
@@ -119,11 +115,7 @@ def describe_version() -> dict[str, str]:
 
 
 def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Path) -> Values:
-    """Write results.json: what is known of each cell, all that tables and figures are made of.
-
-    No cell is lost: those that the grid does not ask for, or not with this budget, move to "other_cells",
-    which tables and figures ignore.
-    """
+    """Write results.json: what is known of each cell. Those that the grid does not ask for move to "other_cells"."""
     folder.mkdir(parents=True, exist_ok=True)
     before, stored = read_cells(folder / SUMMARY), find_stored(folder, grid)
     seeds = {*(wanted.seeds or grid.seeds), *(one.content["seed"] for one in before)}
@@ -138,22 +130,16 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
             found[-1] |= cell.place
     columns, rows = [column.name for column in grid.columns], [row.name for row in grid.rows]
     found.sort(key=lambda cell: (columns.index(cell["column"]), rows.index(cell["row"]), cell["seed"]))
+    others = [one.content for one in before if not any(one.is_of(cell) for cell in asked)]
     summary: Values = {"format": FORMAT, "name": name, "title": grid.title, "form": grid.form}
     summary |= {"columns": columns, "rows": rows}
     summary["layers"] = {column.name: column.layer for column in grid.columns if column.layer}
-    summary["other_cells"] = [one.content for one in before if not any(one.is_of(cell) for cell in asked)]
-    summary["cells"] = found
-    write_text(folder / SUMMARY, _format_summary(summary))
-    return summary
-
-
-def _format_summary(summary: Values) -> str:
-    """Return JSON with one line per cell."""
-    text = json.dumps({**summary, "other_cells": [], "cells": []}, ensure_ascii=False, indent=2)
-    for key in ("other_cells", "cells"):
-        lines = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in summary[key])
-        text = text.replace(f'"{key}": []', f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []')
-    return text + "\n"
+    text = json.dumps(summary, ensure_ascii=False, indent=2).removesuffix("\n}")
+    for key, cells in {"other_cells": others, "cells": found}.items():  # a line per cell
+        lines = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in cells)
+        text += f',\n  "{key}": [\n{lines}\n]' if cells else f',\n  "{key}": []'
+    write_text(folder / SUMMARY, text + "\n}\n")
+    return {**summary, "other_cells": others, "cells": found}
 
 
 def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:

@@ -1,14 +1,11 @@
-"""A table or figure of the paper as data: experiments/<name>/grid.toml says which runs it is made of.
-
-Rows (a method and its options) times columns (a data set, a number of clients) times seeds are its cells.
-"""
+"""A table or figure of the paper as data: experiments/<name>/grid.toml says which runs it is made of."""
 
 import hashlib
 import json
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +15,7 @@ import pfedla
 from pfedla import algorithms
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import safe_name
-from pfedla.core.settings import AUTO, Section
+from pfedla.core.settings import Section
 from pfedla.report.reading import Values, flatten
 from pfedla.report.tables import Row
 from pfedla.runs.experiment import Experiment, overlay
@@ -43,13 +40,14 @@ class Column(Section):
 
 
 class Grid(Section):
+    """Rows (a method and its options) times columns (a data set, a number of clients) times seeds are its cells."""
+
     title: str
     form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
     seeds: list[int] = Field([0], min_length=1)
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
-    rounds_of_accounting: int = 75  # of the table whose MiB are computed, not run
 
     @property
     def shows_alpha(self) -> bool:
@@ -88,10 +86,6 @@ class Cell:
     @cached_property
     def settings(self) -> Values:
         return resolve(self.experiment)
-
-    def is_made_by(self, settings: Values) -> bool:
-        """Whether a run with these settings is this cell's: equal wherever the grid does not say "auto"."""
-        return all(value in (AUTO, settings.get(key)) for key, value in self.settings.items())
 
 
 def resolve(experiment: Experiment) -> Values:
@@ -144,19 +138,23 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
     for seed in wanted.seeds or grid.seeds:
         for row, column in pairs:
             budget = column.paper_experiment if wanted.paper_budget else {}
-            values = overlay(grid.experiment, column.experiment)
-            for part in (budget, row.experiment, column.row_experiment.get(row.name, {}), {"seed": seed}):
-                values = overlay(values, part)
-            values |= {} if wanted.rounds is None else {"rounds": wanted.rounds}
-            cells.append(Cell(row.name, column.name, Experiment.parse(values)))
+            parts = [
+                grid.experiment,
+                column.experiment,
+                budget,
+                row.experiment,
+                column.row_experiment.get(row.name, {}),
+            ]
+            asked = {"seed": seed} | ({"rounds": wanted.rounds} if wanted.rounds else {})
+            cells.append(Cell(row.name, column.name, Experiment.parse(reduce(overlay, [*parts, asked]))))
     found = cells
     chosen = {"data set": wanted.datasets, "method": wanted.methods, "number of clients": wanted.clients}
-    for kind, asked in chosen.items():
+    for kind, words in chosen.items():
         known = set().union(*(cell.words[kind] for cell in cells))
-        for word in asked:
+        for word in words:
             if word not in known:
                 raise unknown(f"{kind} in this experiment", word, sorted(map(str, known)))
-        found = [cell for cell in found if not asked or cell.words[kind] & set(asked)]
+        found = [cell for cell in found if not words or cell.words[kind] & set(words)]
     if not found:
         raise PfedlaError("no cell of this experiment has the data set, method and clients that were asked for")
     return found

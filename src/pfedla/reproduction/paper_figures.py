@@ -1,22 +1,20 @@
 """The paper's figures from results.json, as PDF and PNG, and the weights that they show as numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfedla.report.figures import finish_curves, panels, save
 from pfedla.report.reading import Array, Values
-from pfedla.report.tables import Row, mean_and_std
+from pfedla.report.tables import mean_and_std
 from pfedla.reproduction.grid import Paper, Summary, collect_rows
 
 TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """What a panel shows: the cells of a row with weights, one per seed."""
 
     title: str
@@ -102,25 +100,23 @@ def draw_heatmap(summary: Summary, paper: Paper) -> Any:
     figure, axes = panels(len(found), (3.1, 3.3), margin=(0.6, 0))
     for axis, panel in zip(axes, found, strict=True):
         layer = summary["layers"][panel.cells[0]["column"]]
-        image = axis.imshow(panel.map(layer), cmap="YlGnBu", vmin=0, interpolation="nearest")
+        weights = panel.map(layer)
+        image = axis.imshow(weights, cmap="YlGnBu", vmin=0, interpolation="nearest")
         figure.colorbar(image, ax=axis, shrink=0.8)
-        ticks = range(len(panel.map(layer)))
-        axis.set(title=f"{panel.title} ({layer})", xlabel="sender", ylabel="receiver", xticks=ticks, yticks=ticks)
+        axis.set(title=f"{panel.title} ({layer})", xlabel="sender", ylabel="receiver")
+        axis.set(xticks=range(len(weights)), yticks=range(len(weights)))
     return figure
 
 
 def draw_evolution(summary: Summary, paper: Paper) -> Any:
-    found, periods = collect_weights(summary), ("early", "middle", "last")
-    figure, axes = panels(3 * len(found), (3.4, 2.3), most=3, sharex="row", sharey="row")
-    for line, panel in enumerate(found):
-        whose = panel.by_period()
-        for position, period in enumerate(periods):
-            axis = axes[3 * line + position]
-            draw_bars(axis, panel.layers, {name: values[position] for name, values in whose.items()})
-            axis.tick_params(axis="x", labelsize=8)
-            axis.set_title(f"{panel.title}, {period} period", fontsize=9)
-            axis.grid(alpha=0.3, axis="y")
-        axes[3 * line].set_ylabel("weight for the target")
+    shown = [(panel, period) for panel in collect_weights(summary) for period in range(3)]
+    figure, axes = panels(len(shown), (3.4, 2.3), most=3, sharex="row", sharey="row")
+    for axis, (panel, period) in zip(axes, shown, strict=True):
+        draw_bars(axis, panel.layers, {name: values[period] for name, values in panel.by_period().items()})
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set_title(f"{panel.title}, {('early', 'middle', 'last')[period]} period", fontsize=9)
+        axis.set_ylabel("" if period else "weight for the target")
+        axis.grid(alpha=0.3, axis="y")
     axes[0].legend(fontsize=7)
     return figure
 
@@ -140,14 +136,14 @@ def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
 def draw_toy(summary: Summary, paper: Paper) -> Any:
     """Draw (a) the accuracy of every client, (b) the self-weights of client 1, by row."""
     figure, (left, right) = panels(2, (4.5, 3.2))
-    found = {f"{one.cells[0]['row']} ({count_seeds(len(one.cells))})": one for one in collect_weights(summary)}
-    by_row = {label: [cell["accuracy"]["per_client"] for cell in one.cells] for label, one in found.items()}
-    accuracies = {label: 100 * np.mean(values, axis=0) for label, values in by_row.items()}
-    first = next(iter(found.values()))
-    clients = [str(client + 1) for client in range(len(first.cells[0]["accuracy"]["per_client"]))]
-    draw_bars(left, clients, accuracies)
-    draw_bars(right, first.layers, {label: one.own for label, one in found.items()})
-    left.set(title=f"(a) {first.cells[0]['column']}, last round", xlabel="client", ylabel="test accuracy (%)")
+    accuracies, weights = {}, {}
+    for panel in collect_weights(summary):
+        row = f"{panel.cells[0]['row']} ({count_seeds(len(panel.cells))})"
+        accuracies[row] = 100 * np.mean([cell["accuracy"]["per_client"] for cell in panel.cells], axis=0)
+        weights[row] = panel.own
+    draw_bars(left, [str(client + 1) for client in range(len(accuracies[row]))], accuracies)
+    draw_bars(right, panel.layers, weights)
+    left.set(title=f"(a) {panel.cells[0]['column']}, last round", xlabel="client", ylabel="test accuracy (%)")
     right.set(title="(b) self-weight of client 1, last round", ylabel="weight")
     left.legend(fontsize=8)
     return figure
@@ -159,24 +155,22 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
     figure, axes = panels(len(entries), (4.4, 3.2))
     for axis, (column, rows) in zip(axes, entries.items(), strict=True):
         right = axis.twinx() if summary["form"] == "retained" else None
-        lines: dict[str, dict[str, Row]] = {}
-        for row, entry in rows.items():
-            name, _, number = row.rpartition(" = ")
-            lines.setdefault(name, {})[number] = entry
-        for position, (name, line) in enumerate(lines.items()):
-            theirs = [paper.get(column, {}).get(f"{name} = {number}", {}).get("mean") for number in line]
-            numbers, found = list(line), [mean_and_std(row.accuracies.values()) for row in line.values()]
-            style = {"color": f"C{position}", "marker": "o"}
+        names = dict.fromkeys(row.rpartition(" = ")[0] for row in rows)
+        for position, name in enumerate(names):
+            line = {row: entry for row, entry in rows.items() if row.rpartition(" = ")[0] == name}
+            numbers = [row.rpartition(" = ")[2] for row in line]
+            found = [mean_and_std(row.accuracies.values()) for row in line.values()]
             means, spread = np.array([mean for mean, _ in found], float), [std or 0 for _, std in found]
-            has_means = np.isfinite(means).any()
-            if has_means:
+            theirs = [paper.get(column, {}).get(row, {}).get("mean") for row in line]
+            style = {"color": f"C{position}", "marker": "o"}
+            if np.isfinite(means).any():
                 axis.errorbar(numbers, means, spread, capsize=3, label=f"ours: {name}", **style)
+                sent = np.array([row.mib for row in line.values()], float)
+                if right is not None:
+                    right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
             if any(theirs):
                 axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
-            if right is not None and has_means:
-                sent = np.array([row.mib for row in line.values()], float)
-                right.plot(numbers, sent, linestyle="--", markersize=3, linewidth=0.8, **style)
-        if right is not None:
+        if right is not None:  # after all lines: it fits the axis to those that are there
             right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
         axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel="test accuracy (%)")
         axis.grid(alpha=0.3)
