@@ -35,9 +35,8 @@ def reproduce(
     folder beside it is not repeated.
     """
     from pfedla.report.tables import terminal_table
-    from pfedla.reproduction import campaign, paper_tables
-    from pfedla.reproduction.grid import Wanted, list_cells, list_names, load_grid, load_paper
-    from pfedla.reproduction.paper_figures import write_figures
+    from pfedla.reproduction import campaign, paper_results
+    from pfedla.reproduction.campaign import Wanted, list_cells, list_names, load_grid, load_paper
 
     if name is None:
         grids = {one: load_grid(one) for one in list_names()}
@@ -48,7 +47,7 @@ def reproduce(
     if accounting_only:
         if grid.form != "retained":
             raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
-        say(terminal_table(paper_tables.account(grid, load_paper(name)), grid.title))
+        say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
         return
     numbers = {"clients": parse_numbers("--clients", clients, "10"), "seeds": parse_numbers("--seeds", seeds, "0,1,2")}
     chosen = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
@@ -65,10 +64,10 @@ def reproduce(
     except Stopped as error:
         stopped = error  # what is done is shown first
     summary, paper = campaign.write_summary(runs, name, grid, wanted, folder), load_paper(name)
-    paths = paper_tables.write_tables(summary, paper, folder) + write_figures(summary, paper, folder)
+    paths = paper_results.write_tables(summary, paper, folder) + paper_results.write_figures(summary, paper, folder)
     if summary["cells"] and not quiet:
-        notes = [paper_tables.NOTE, *paper_tables.describe_columns(summary)]
-        say(terminal_table(paper_tables.tabulate(summary, paper), summary["title"], notes))
+        notes = [paper_results.NOTE, *paper_results.describe_columns(summary)]
+        say(terminal_table(paper_results.tabulate(summary, paper), summary["title"], notes))
     if not quiet:
         say(*(f"  {path}" for path in paths))
     if stopped:
