@@ -235,7 +235,7 @@ def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
 
 
 def weights_of(values: Any) -> Weights:
-    return Weights("panel", [{"alpha": {"values": values, "layers": ["conv", "fc"]}}])
+    return Weights("panel", [], layers=["conv", "fc"], alpha=values)
 
 
 def test_weights_by_distance_and_by_period() -> None:

@@ -10,11 +10,9 @@ from rich.markup import escape
 from typer import Exit, Option, Typer
 
 from pfedla import __version__
-from pfedla.cli.data_commands import data_app
 from pfedla.cli.deploy import deploy_app
-from pfedla.cli.reproduce import reproduce
-from pfedla.cli.train import compare, run
-from pfedla.cli.use import algorithms, communication, evaluate, export, join, report, watch
+from pfedla.cli.train import compare, reproduce, run
+from pfedla.cli.use import algorithms, communication, data_app, evaluate, export, join, report, watch
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 

@@ -33,7 +33,7 @@ RESUME_HELP = "Resume the run in --out (or RUN, or the latest of the default nam
 SET_HELP = "Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."
 TRACK_HELP = "Also send every round to experiment trackers, separated by commas: tensorboard, mlflow, wandb."
 File = Annotated[Path | None, typer.Argument(help=FILE_HELP, metavar="EXPERIMENT.toml", show_default=False)]
-Setting = Annotated[list[str] | None, option("Method", SET_HELP, "--set")]
+Sets = Annotated[list[str] | None, option("Method", SET_HELP, "--set")]
 Quiet = Annotated[bool, option("Output", "Print nothing.", "--quiet", "-q")]
 Json = Annotated[bool, option("Output", "Print the results as JSON on standard output.", "--json")]
 
@@ -92,7 +92,7 @@ def split_words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def parse_numbers(name: str, text: str, example: str) -> list[int]:
+def parse_ints(name: str, text: str, example: str) -> list[int]:
     words = split_words(text)
     for word in words:
         if not word.isdecimal() or len(word) > 19:

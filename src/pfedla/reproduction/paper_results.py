@@ -180,15 +180,8 @@ class Weights(NamedTuple):
 
     title: str
     cells: list[Values]
-
-    @property
-    def layers(self) -> list[str]:
-        return list(self.cells[0]["alpha"]["layers"])
-
-    @property
-    def alpha(self) -> Array:
-        """The mean over seeds, [snapshots, receivers, layers, senders]."""
-        return np.asarray(np.mean([cell["alpha"]["values"] for cell in self.cells], axis=0))
+    layers: list[str]
+    alpha: Array  # mean over seeds, [snapshots, receivers, layers, senders]
 
     @property
     def own(self) -> Array:
@@ -213,7 +206,10 @@ def collect_weights(summary: Summary) -> list[Weights]:
     for column, rows in collect_rows(summary).items():
         kept = {name: [cell for cell in row.results if cell.get("alpha")] for name, row in rows.items()}
         some = {name: cells for name, cells in kept.items() if cells}
-        found += [Weights(f"{column}, {name}" if len(some) > 1 else column, cells) for name, cells in some.items()]
+        for name, cells in some.items():
+            alpha = np.asarray(np.mean([cell["alpha"]["values"] for cell in cells], axis=0))
+            title = f"{column}, {name}" if len(some) > 1 else column
+            found.append(Weights(title, cells, cells[0]["alpha"]["layers"], alpha))
     return found
 
 
