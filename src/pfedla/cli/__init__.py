@@ -18,12 +18,8 @@ from pfedla.runs.interruption import EXIT_CODE
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
-GROUPS = {
-    "Train": (run, compare, algorithms),
-    "Look": (report, watch),
-    "Use": (evaluate, export, join),
-    "Reproduce": (reproduce, communication),
-}
+GROUPS = {"Train": (run, compare, algorithms), "Look": (report, watch), "Use": (evaluate, export, join)}
+GROUPS["Reproduce"] = (reproduce, communication)
 for _group, _commands in GROUPS.items():
     for _command in _commands:
         app.command(rich_help_panel=_group)(_command)

@@ -161,14 +161,16 @@ def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
     from pfedla.reproduction import campaign
 
-    if not path.exists():
-        raise PfedlaError(f"{path}: no such file; --out names the folder whose numbers are checked")
     stored = [one for one in campaign.read_cells(path) if "accuracy" in one.content]
     found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
     here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
     if not here:
         made = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
-        reason = f"with this torch on this CPU model, but on: {'; '.join(made)}" if made else "with this budget"
+        reason = (
+            f"with this torch on this CPU model, but on: {'; '.join(made)}"
+            if made
+            else "with this budget; --out names its folder"
+        )
         raise PfedlaError(f"{path} has none of the cells that were asked for {reason}")
     cell, before = random.choice(here)
     with tempfile.TemporaryDirectory() as place, watching(cell.experiment.rounds, quiet=quiet) as (display, signals):

@@ -336,10 +336,7 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
 
 
 def draw_curves(summary: Summary, paper: Paper) -> Any:
-    """Draw the learning curves of every row, a panel per column: the mean over seeds.
-
-    A row that gave up on a seed has no mean: its other seeds are drawn one by one.
-    """
+    """Draw the mean learning curve of every row; if it gave up on a seed it has none: its other seeds one by one."""
     found = {name: rows for name, rows in collect_rows(summary).items() if any(row.results for row in rows.values())}
     figure, axes = panels(len(found), (4, 3.2), most=4)
     legend: dict[str, tuple[Any, list[int]]] = {}  # by row: a line of it, and its seeds by panel
