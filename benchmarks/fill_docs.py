@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.report.tables import compare, markdown_table, rank
-from pfedla.reproduction.grid import collect_rows
+from pfedla.reproduction.campaign import collect_rows
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

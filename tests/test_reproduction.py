@@ -14,10 +14,9 @@ from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.report.figures import draw_comparison
 from pfedla.report.reading import read_result
 from pfedla.report.tables import Row, compare, comparison_markdown, rank, tabulate_comparison
-from pfedla.reproduction import campaign, paper_tables
-from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
-from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights, write_figures
-from pfedla.reproduction.paper_tables import account
+from pfedla.reproduction import campaign, paper_results
+from pfedla.reproduction.campaign import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
+from pfedla.reproduction.paper_results import Weights, account, average_by_distance, collect_weights, write_figures
 from pfedla.runs.progress import Display
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +103,7 @@ def test_no_cell_is_lost_when_the_grid_asks_for_less(format1: Path) -> None:
     lost = {cell["row"] for cell in summary["other_cells"]}
     assert lost == {"Local"}
     assert len(summary["cells"]) + len(summary["other_cells"]) >= 58
-    assert "Local" not in paper_tables.to_markdown(summary, {})
+    assert "Local" not in paper_results.to_markdown(summary, {})
     assert campaign.write_summary(NOWHERE, "table1", grid, Wanted(rounds=1), folder)["cells"] == []
     again = campaign.write_summary(NOWHERE, "table1", grid, Wanted(clients=[10]), folder)
     assert (len(again["cells"]), again["other_cells"]) == (58, [])
@@ -216,27 +215,27 @@ def test_a_table_shows_seeds_the_papers_number_and_what_was_not_run() -> None:
     values = {("A", "x_1", 0): 0.5, ("A", "x_1", 1): 0.6, ("A", "y", 0): 0.54, ("B", "x_1", 0): None}
     summary = summary_of(values)
     paper = {"A": {"x_1": {"mean": 55.5, "std": 0.25}}}
-    assert paper_tables.tabulate(summary, paper) == [
+    assert paper_results.tabulate(summary, paper) == [
         ["", "A", "paper", "B"],
         ["x_1", "55.00 ± 7.07 (2)", "55.50 ± 0.25", "–"],
         ["y", "54.00", "–", "not run"],
     ]
-    assert paper_tables.tabulate_differences(summary) == [["", "A"], ["x_1", "first"], ["y", "+4.00 (1)"]]
-    latex = paper_tables.to_latex(summary, paper)
+    assert paper_results.tabulate_differences(summary) == [["", "A"], ["x_1", "first"], ["y", "+4.00 (1)"]]
+    latex = paper_results.to_latex(summary, paper)
     assert r"x\_1 & 55.00 $\pm$ 7.07 (2) {\scriptsize(55.50 $\pm$ 0.25)} & -- \\" in latex
-    lines = paper_tables.to_csv(summary, paper).splitlines()
+    lines = paper_results.to_csv(summary, paper).splitlines()
     assert lines[1] == "A,x_1,2,55.0,7.0711,3.0,0.0,0.0,2,55.5,0.25,,"
     assert lines[3] == "B,x_1,0,,,,,,,,,,it does not work"
 
 
 def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
     summary = summary_of({("A", "x", 0): 0.5, ("A", "x", 1): None, ("A", "y", 0): 0.4, ("A", "y", 1): 0.6})
-    shown = [line[1] for line in paper_tables.tabulate(summary, {})[1:]]
+    shown = [line[1] for line in paper_results.tabulate(summary, {})[1:]]
     assert shown == ["gave up on 1 of 2 seeds", "50.00 ± 14.14 (2)"]
 
 
 def weights_of(values: Any) -> Weights:
-    return Weights("panel", [{"alpha": {"values": values, "layers": ["conv", "fc"]}}])
+    return Weights("panel", [], layers=["conv", "fc"], alpha=values)
 
 
 def test_weights_by_distance_and_by_period() -> None:
@@ -302,9 +301,9 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert (mixed["accuracy"], mixed["traffic"]) == (result["accuracy"], result["traffic"])
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
-    assert (paper_tables.average_saved_mib(Row("retained", [retained])) or 0) > 0
+    assert (paper_results.average_saved_mib(Row("retained", [retained])) or 0) > 0
     assert [one.title for one in collect_weights(summary)] == ["digits, pFedLA", "digits, retained"]
-    paths = [*paper_tables.write_tables(summary, {}, out), *write_figures(summary, {}, out)]
+    paths = [*paper_results.write_tables(summary, {}, out), *write_figures(summary, {}, out)]
     assert all(path.stat().st_size for path in paths)
     # Another table beside it takes the numbers that stand there.
     none, beside = Counting(), tmp_path / "out" / "table2"
@@ -332,7 +331,7 @@ COMMITTED = sorted(path.parent.name for path in (ROOT / "results").glob("*/resul
 def test_the_committed_tables_are_made_of_the_committed_numbers(name: str, tmp_path: Path) -> None:
     folder = ROOT / "results" / name
     summary = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    for path in paper_tables.write_tables(summary, load_paper(name), tmp_path):
+    for path in paper_results.write_tables(summary, load_paper(name), tmp_path):
         assert path.read_text(encoding="utf-8") == (folder / path.name).read_text(encoding="utf-8")
     stored = campaign.read_cells(folder / "results.json")
     known = list_cells(load_grid(name), Wanted(seeds=sorted({one.content["seed"] for one in stored})))
@@ -359,7 +358,7 @@ def test_reproduce_lists_and_accounts(pfedla) -> None:
 
 
 def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pfedla.reproduction.grid.home", lambda: tmp_path / "experiments")
+    monkeypatch.setattr("pfedla.reproduction.campaign.home", lambda: tmp_path / "experiments")
     (tmp_path / "experiments" / "small").mkdir(parents=True)
     (tmp_path / "experiments" / "small" / "grid.toml").write_text(GRID)
     code, out, err = pfedla("reproduce", "small", "-a", "pfedla")

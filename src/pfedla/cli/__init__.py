@@ -10,26 +10,16 @@ from rich.markup import escape
 from typer import Exit, Option, Typer
 
 from pfedla import __version__
-from pfedla.cli.data_commands import data_app
 from pfedla.cli.deploy import deploy_app
-from pfedla.cli.reproduce import reproduce
-from pfedla.cli.train import compare, run
-from pfedla.cli.use import algorithms, communication, evaluate, export, join, report, watch
+from pfedla.cli.train import compare, reproduce, run
+from pfedla.cli.use import algorithms, communication, data_app, evaluate, export, join, report, watch
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 
-app = Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-GROUPS = {
-    "Train": (run, compare, algorithms),
-    "Look": (report, watch),
-    "Use": (evaluate, export, join),
-    "Reproduce": (reproduce, communication),
-}
+HELP = {"help_option_names": ["-h", "--help"]}
+app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+GROUPS = {"Train": (run, compare, algorithms), "Look": (report, watch), "Use": (evaluate, export, join)}
+GROUPS["Reproduce"] = (reproduce, communication)
 for _group, _commands in GROUPS.items():
     for _command in _commands:
         app.command(rich_help_panel=_group)(_command)
@@ -43,14 +33,12 @@ def _print_version(wanted: bool) -> None:
         raise Exit
 
 
+Debug = Annotated[bool, Option("--debug", help="Show tracebacks (or PFEDLA_DEBUG=1).")]
 Version = Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
 
 
 @app.callback()
-def top(
-    version: Version = False,
-    debug: Annotated[bool, Option("--debug", help="Show tracebacks (or PFEDLA_DEBUG=1).")] = False,
-) -> None:
+def top(version: Version = False, debug: Debug = False) -> None:
     """Personalised federated learning: learn how much of each layer to borrow from whom."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pfedla.cli.options import File, Json, Quiet, Setting, option, say, watching, with_settings
+from pfedla.cli.options import File, Json, Quiet, Sets, option, say, watching, with_settings
 from pfedla.cli.train import print_result
 from pfedla.core.errors import PfedlaError
 from pfedla.runs.experiment import SITES, Experiment, gather
@@ -24,7 +24,7 @@ def init(
     given: dict[str, Any],
     folder: Folder,
     file: File = None,
-    setting: Setting = None,
+    setting: Sets = None,
     shape: Annotated[str | None, setup("Sites bring their own data of this shape: 30 features, or 1,28,28.")] = None,
     classes: Annotated[str | None, setup("With --shape: the number of classes (10), or their names (cat,dog).")] = None,
     pixels: Annotated[bool, setup("With --shape: uint8 images (default: floats).")] = False,

@@ -1,6 +1,7 @@
 """The options that commands share. Those of the experiment are made from its settings, each declared once there."""
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from pfedla.core.errors import PfedlaError, shown
 from pfedla.runs.experiment import Place, list_settings
 from pfedla.runs.interruption import Interruption
 
+Command = Callable[..., None]
 out_console = Console(highlight=False, markup=False)
-
-PANELS = {"algorithm": "Method", "data": "Data", "training": "Training", "": "Run", "engine": "Engine"}
-PANELS["checkpoint"] = "Run"
+PANELS = {"algorithm": "Method", "data": "Data", "training": "Training", "": "Run", "checkpoint": "Run"}
+PANELS["engine"] = "Engine"
 PLAIN_TYPES = {"integer": int, "number": float, "boolean": bool}
 
 
@@ -32,7 +33,7 @@ RESUME_HELP = "Resume the run in --out (or RUN, or the latest of the default nam
 SET_HELP = "Any key of the experiment file: --set algorithm.neighbours=5 (repeatable)."
 TRACK_HELP = "Also send every round to experiment trackers, separated by commas: tensorboard, mlflow, wandb."
 File = Annotated[Path | None, typer.Argument(help=FILE_HELP, metavar="EXPERIMENT.toml", show_default=False)]
-Setting = Annotated[list[str] | None, option("Method", SET_HELP, "--set")]
+Sets = Annotated[list[str] | None, option("Method", SET_HELP, "--set")]
 Quiet = Annotated[bool, option("Output", "Print nothing.", "--quiet", "-q")]
 Json = Annotated[bool, option("Output", "Print the results as JSON on standard output.", "--json")]
 
@@ -48,16 +49,14 @@ class Output:
     as_json: Json = False
 
 
-def with_settings(
-    *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(*, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
     """Give a command one option per setting that has one; the command gets those that were given as `given`."""
     places = {name: place for name, place in list_settings().items() if place.option and name not in without}
     order = sorted(only or places, key=lambda name: list(PANELS).index(places[name].section))
     keyword = inspect.Parameter.KEYWORD_ONLY
     made = [inspect.Parameter(name, keyword, default=None, annotation=_annotation(places[name])) for name in order]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Command) -> Command:
         own = dict(inspect.signature(command).parameters)
         output = inspect.signature(Output).parameters if own.pop("output", None) else {}
         own.pop("given")
@@ -93,7 +92,7 @@ def split_words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def parse_numbers(name: str, text: str, example: str) -> list[int]:
+def parse_ints(name: str, text: str, example: str) -> list[int]:
     words = split_words(text)
     for word in words:
         if not word.isdecimal() or len(word) > 19:
@@ -105,6 +104,14 @@ def say(*parts: object) -> None:
     """Print lines and tables; a terminal wraps the lines, so that a path can be copied."""
     for part in parts:
         out_console.print(part, soft_wrap=isinstance(part, str))
+
+
+def answer(content: dict[str, Any], *parts: object, as_json: bool, quiet: bool = False) -> None:
+    """Print the content as JSON, or the lines and tables that show it."""
+    if as_json:
+        print(json.dumps(content))
+    elif not quiet:
+        say(*parts)
 
 
 @contextmanager

@@ -1,20 +1,24 @@
-"""`pfedla run` and `compare`."""
+"""The commands that train: `pfedla run`, `compare` and `reproduce`."""
 
 import json
+import random
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
-from pfedla.cli.options import File, Output, Setting, option, parse_numbers, say, split_words, watching, with_settings
+from pfedla.cli.options import File, Output, Quiet, Sets, option, parse_ints, say, split_words, watching, with_settings
+from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.runs.experiment import Experiment, gather
 from pfedla.runs.trackers import check_trackers
 
+RUNS = Path("runs/reproduce")
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
 
 @with_settings()
-def run(given: dict[str, Any], output: Output, file: File = None, setting: Setting = None) -> None:
+def run(given: dict[str, Any], output: Output, file: File = None, setting: Sets = None) -> None:
     """Train one method on a federation; leave a run folder with numbers, personal models and pictures.
 
     Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
@@ -68,7 +72,7 @@ def compare(
     trackers = check_trackers(split_words(output.track))
     values = gather(file, given, setting or [], spread=True)
     names = list(ALGORITHMS) if algorithms == "all" else split_words(algorithms)
-    numbers = parse_numbers("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
+    numbers = parse_ints("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
     plan = comparison.plan_comparison(values, names, numbers, output.out, resume=output.resume)
     hint = f"resume with --resume --out {plan.folder}"
     with watching(plan.total_rounds, quiet=output.quiet or output.as_json, hint=hint) as (display, signals):
@@ -76,12 +80,12 @@ def compare(
     if output.as_json:
         print((plan.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not output.quiet:
-        _print_comparison(rows, plan.folder)
+        print_comparison(rows, plan.folder)
     if any(row.gave_up for row in rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-def _print_comparison(rows: list[Any], folder: Path) -> None:
+def print_comparison(rows: list[Any], folder: Path) -> None:
     from pfedla.report.tables import failures_lines, tabulate_comparison, terminal_table, warnings
 
     lines, notes = tabulate_comparison(rows)
@@ -91,3 +95,89 @@ def _print_comparison(rows: list[Any], folder: Path) -> None:
         say(*(f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)))
     pictures = [folder / "comparison.md", folder / "learning_curves.png", *sorted(folder.glob("*/*.png"))]
     say(*(f"  {path}" for path in pictures))
+
+
+def reproduce(
+    name: Annotated[str | None, Argument(help="Which table or figure (default: list them).", metavar="NAME")] = None,
+    dataset: Annotated[str, Option("--dataset", "-d", help="Only these data sets, separated by commas.")] = "",
+    methods: Annotated[str, Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")] = "",
+    clients: Annotated[str, Option(help="Only the columns with this number of clients: 10 or 100.")] = "",
+    rounds: Annotated[int | None, Option(min=1, help="Rounds (default: as in grid.toml).")] = None,
+    seeds: Annotated[str, Option(help="Seeds, separated by commas (default: as in grid.toml).")] = "",
+    paper_budget: Annotated[bool, Option("--paper-budget", help="The paper's budget: days on a CPU.")] = False,
+    accounting_only: Annotated[bool, Option("--accounting-only", help="Compute the traffic; train nothing.")] = False,
+    check: Annotated[bool, Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")] = False,
+    runs: Annotated[Path, Option(help="Folder of the runs; finished runs in it are not repeated.")] = RUNS,
+    out: Annotated[Path | None, Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run what is missing of a table or figure of the paper, then write it beside the paper's numbers.
+
+    Example: pfedla reproduce table1 --dataset fashion-mnist --clients 10 --seeds 0,1,2
+
+    Ctrl-C stops it; the same command continues. Tables share runs: a run whose numbers are in OUT or in a
+    folder beside it is not repeated.
+    """
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction import campaign, paper_results
+    from pfedla.reproduction.campaign import Wanted, list_cells, list_names, load_grid, load_paper
+
+    if name is None:
+        grids = {one: load_grid(one) for one in list_names()}
+        lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
+        say(terminal_table([["name", "what", "runs"], *lines]))
+        return
+    grid = load_grid(name)
+    if accounting_only:
+        if grid.form != "retained":
+            raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
+        say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
+        return
+    numbers = {"clients": parse_ints("--clients", clients, "10"), "seeds": parse_ints("--seeds", seeds, "0,1,2")}
+    chosen = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
+    wanted = Wanted(**chosen, rounds=rounds, paper_budget=paper_budget)
+    folder, cells = out or runs / name, list_cells(grid, wanted)
+    if check:
+        _check(grid, cells, folder / campaign.SUMMARY, quiet)
+        return
+    stopped = None
+    try:
+        total = sum(cell.experiment.rounds for cell in cells)
+        with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
+            campaign.run_missing(runs, cells, display, signals.wanted, campaign.find_stored(folder, grid))
+    except Stopped as error:
+        stopped = error  # what is done is shown first
+    summary, paper = campaign.write_summary(runs, name, grid, wanted, folder), load_paper(name)
+    paths = paper_results.write_tables(summary, paper, folder) + paper_results.write_figures(summary, paper, folder)
+    if summary["cells"] and not quiet:
+        notes = [paper_results.NOTE, *paper_results.describe_columns(summary)]
+        say(terminal_table(paper_results.tabulate(summary, paper), summary["title"], notes))
+    if not quiet:
+        say(*(f"  {path}" for path in paths))
+    if stopped:
+        raise stopped
+
+
+def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
+    """Repeat one cell in a temporary folder, and compare it with results.json."""
+    from pfedla.reproduction import campaign
+
+    stored = [one for one in campaign.read_cells(path) if "accuracy" in one.content]
+    found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
+    here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
+    if not here:
+        made = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
+        reason = (
+            f"with this torch on this CPU model, but on: {'; '.join(made)}"
+            if made
+            else "with this budget; --out names its folder"
+        )
+        raise PfedlaError(f"{path} has none of the cells that were asked for {reason}")
+    cell, before = random.choice(here)
+    with tempfile.TemporaryDirectory() as place, watching(cell.experiment.rounds, quiet=quiet) as (display, signals):
+        campaign.run_missing(Path(place), [cell], display, signals.wanted)
+        again = campaign.summarise_cell(Path(place) / cell.folder, cell, grid)
+    what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
+    if differs := ", ".join(campaign.list_differences(before, again)):
+        raise PfedlaError(f"{what}: {differs} differ from {path}; was {before['run_by']}, is {again.get('run_by')}")
+    say(f"{what}: every number is the same as in {path}")

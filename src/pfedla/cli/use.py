@@ -1,16 +1,18 @@
-"""`pfedla algorithms`, `report`, `watch`, `evaluate`, `export`, `join` and `communication`."""
+"""The commands that train nothing: of runs (`pfedla report`, `evaluate`, …), methods and data sets (`pfedla data`)."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
-from typer import Argument, Option
+from rich.table import Column, Table
+from typer import Argument, Option, Typer
 
-from pfedla.cli.options import Json, Quiet, say, split_words
-from pfedla.runs.experiment import Experiment
+from pfedla.cli.options import File, Json, Quiet, Sets, answer, say, split_words, with_settings
+from pfedla.core.errors import PfedlaError
+from pfedla.runs.experiment import Experiment, gather
 
+data_app = Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
 PAGE_HELP = "File to write (default: report.html in the first folder)."
 EXPORT_HELP = "New folder for the files (default: RUN/export/client-<id>)."
 Runs = Annotated[list[Path], Argument(help="Run folders. A comparison's folder means all its runs.", metavar="RUN…")]
@@ -51,14 +53,11 @@ def algorithms(as_json: Json = False) -> None:
     from pfedla.algorithms import ALGORITHMS, default_options
 
     defaults = {name: default_options(name) for name in ALGORITHMS}
-    if as_json:
-        print(json.dumps(defaults))
-        return
     table = Table("algorithm", "what it does", "options (--set algorithm.…)")
     for name, kind in ALGORITHMS.items():
         chosen = "\n".join(f"{key} = {json.dumps(value)}" for key, value in defaults[name].items())
         table.add_row(name, kind.summary, chosen)
-    say(table)
+    answer(defaults, table, as_json=as_json)
 
 
 def _find_folders(given: list[Path]) -> list[Path]:
@@ -81,13 +80,10 @@ def evaluate(
 
     personal = load_personal(run, client)
     result = evaluate_personal(personal, data)
-    if as_json:
-        print(json.dumps(result))
-        return
     numbers = f"accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} ({result['examples']} examples)"
-    say(f"client {client} on {data or 'its test split'}: {numbers}")
-    if personal.experiment.data.overlapping:
-        say("OVERLAPPING clients: test examples may have trained other clients.")
+    warning = "\nOVERLAPPING clients: test examples may have trained other clients."
+    text = f"client {client} on {data or 'its test split'}: {numbers}"
+    answer(result, text + warning * personal.experiment.data.overlapping, as_json=as_json)
 
 
 def export(run: RunPath, client: Client, out: Annotated[Path | None, Option(help=EXPORT_HELP)] = None) -> None:
@@ -116,13 +112,11 @@ def join(
 
     warn = Console(stderr=True, highlight=False, markup=False, quiet=quiet or as_json, soft_wrap=True)
     folder, result = join_run(run, data, rounds=rounds, name=name, say=warn.print)
-    if as_json:
-        print(json.dumps({"joined": str(folder), **result}))
-    elif not quiet:
-        examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
-        spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
-        say(joined_table(result), *borrowed_lines(result), spent)
-        say(f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}")
+    examples = "{train} training and {test} test examples (split: {split})".format(**result["examples"])
+    spent = f"{examples}; {traffic_line(result['traffic'])}; results in {folder}"
+    hint = f"use its model: pfedla evaluate or export {run} --client {folder.relative_to(run)}"
+    parts = (joined_table(result), *borrowed_lines(result), spent, hint)
+    answer({"joined": str(folder), **result}, *parts, as_json=as_json, quiet=quiet)
 
 
 def communication(
@@ -147,11 +141,71 @@ def communication(
     retained = layers.positions(split_words(retain))
     traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained)
     down, up = traffic.down_bytes / MIB, traffic.up_bytes / MIB
-    if as_json:
-        print(json.dumps({"down_mib": down, "up_mib": up, "total_mib": down + up}))
-        return
     table = Table("layer", "parameters", "sent down", title=f"{name} on {dataset}", title_justify="left")
     for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):
         table.add_row(layer, f"{size:,}", "no" if position in retained else "yes")
     table.add_row("all", f"{sum(layers.num_parameters):,}", "")
-    say(table, f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up")
+    text = f"{down + up:.2f} MiB in all: {down:.2f} down, {up:.2f} up"
+    answer({"down_mib": down, "up_mib": up, "total_mib": down + up}, table, text, as_json=as_json)
+
+
+@data_app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the data sets: what they are, which are here and where, how to get the others."""
+    from pfedla.data.datasets import KNOWN, data_directory, state_of
+
+    table, states = Table(Column("data set", no_wrap=True), "shape", "classes", "what", "here"), {}
+    for name, entry in KNOWN.items():
+        state, shape = state_of(name), "x".join(map(str, entry.shape))
+        states[name] = {"here": state.here, "where": str(state.place or "")}
+        table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
+    table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
+    hint = "`pfedla data fetch NAME` downloads a data set, or checks it if it is here."
+    hint += f"\ndata directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)"
+    answer({"data_directory": str(data_directory()), "datasets": states}, table, hint, as_json=as_json)
+
+
+@data_app.command()
+def fetch(names: Annotated[list[str], Argument(help="Names of `pfedla data list`.", metavar="NAME…")]) -> None:
+    """Download data sets from their official hosts, or check those that are here. EMNIST is one archive."""
+    from pfedla.data import datasets
+
+    known = {name: datasets.find(name) for name in names}  # all names are checked before the first is downloaded
+    for name in known:
+        dataset, downloaded = datasets.fetch(name, say)
+        where = f"{'downloaded to' if downloaded else 'already in'} {datasets.state_of(name).place or 'the package'}"
+        say(f"{name}: {len(dataset.y):,} examples of {len(dataset.classes)} classes, checked; {where}")
+
+
+@data_app.command()
+@with_settings(only=("dataset", "partition", "clients", "samples", "seed"))
+def show(
+    file: File = None,
+    given: dict[str, Any] = {},  # noqa: B006 (never written into)
+    setting: Sets = None,
+    out: Annotated[Path | None, Option(help="The figure: .png, .pdf, .svg (default: federation-….png).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a split: clients x classes as a table and a figure, and how heterogeneous the clients are.
+
+    Takes what `pfedla run` takes, also a finished run's folder.
+
+    Example: pfedla data show -d cifar10 --partition dirichlet --set data.beta=0.1
+    """
+    from pfedla.core.files import safe_name
+    from pfedla.data.federation import build_federation
+    from pfedla.report.figures import FORMATS, draw_federation
+    from pfedla.report.tables import federation_table, statistics_line, where
+    from pfedla.runs.folder import describe_federation
+
+    if out and out.suffix.lower() not in FORMATS:
+        raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")
+    experiment = Experiment.parse(gather(file, given, setting or []))
+    data, federation = build_federation(experiment.data, experiment.seed)
+    described = describe_federation(federation)
+    name = f"{where(data.model_dump() | described)}, seed {experiment.seed}"
+    split = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
+    path = draw_federation(described, name, out or Path(f"federation-{split}.png"))
+    content = {"picture": str(path), "data": data.model_dump(), **described}
+    text = f"{statistics_line(described)}\nfigure: {path}"
+    answer(content, federation_table(described, name), text, as_json=as_json)
