@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.similarity import MixedModels, compare
+from pfedla.algorithms.partial import MixedModels
+from pfedla.algorithms.similarity import compare
 from pfedla.core.contracts import ClientState, LocalData, Params, Payload, ServerState
 from pfedla.core.settings import Factor, Rate
 

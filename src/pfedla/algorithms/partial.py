@@ -1,5 +1,6 @@
 """FedAvg on some of the layers, the base of many methods, and what these methods share."""
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -8,7 +9,19 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import Layers, Params, into_corner_, num_clients, put_, repeat, stack, take, weighted_mean
+from pfedla.core.layers import (
+    Layers,
+    Params,
+    append_mean_row,
+    into_corner_,
+    mix,
+    num_clients,
+    put_,
+    repeat,
+    stack,
+    take,
+    weighted_mean,
+)
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import sgd
 
@@ -103,6 +116,24 @@ class KeptModels(PartialFedAvg):
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         put_(server["models"], cohort.ids, uploads.tensors)
         return server
+
+
+class MixedModels(KeptModels):
+    """Abstract: a client gets a mix of everyone's models."""
+
+    @abstractmethod
+    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
+        """Return the weights of the clients `ids`, [receivers, layers, clients]; a row sums to one."""
+
+    def alpha(self, server: ServerState) -> Tensor:
+        return self.weigh(server, torch.arange(num_clients(server)))
+
+    def admit(self, server: ServerState, seed: int) -> ServerState:
+        return {**super().admit(server, seed), "models": append_mean_row(server["models"])}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        mixed = mix(self.weigh(server, cohort.ids), server["models"], self.task.layers)
+        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
 
 
 def add_prefix(prefix: str, tensors: Params) -> Params:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.algorithms.partial import check_layers, draw_linears
-from pfedla.algorithms.similarity import MixedModels
+from pfedla.algorithms.partial import MixedModels, check_layers, draw_linears
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
 from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, stack, take
@@ -70,7 +69,7 @@ class LayerWeightHypernetwork:
         if self.compact:
             return {"logits": tensors["logits"] + lr * softmax_slope(tensors["logits"], gradient)}
         body, weight = {n: v for n, v in tensors.items() if "heads" not in n}, tensors["heads.weight"]
-        features, pull_back = vjp(apply_trunk, body)
+        features, pull_back = vjp(apply_trunk, body)  # type: ignore[misc]
         slope = softmax_slope(apply_heads(tensors, features), gradient)
         (ascent,) = pull_back((slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1))
         if damped:  # the logits move as in the compact form; else the body grows with the heads, and all accelerates

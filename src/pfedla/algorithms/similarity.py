@@ -1,31 +1,11 @@
 """Aggregation weighted by similarity, per layer or per whole model: the toy in Fig. 1 of the pFedLA paper."""
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
-from pfedla.algorithms.partial import KeptModels
-from pfedla.core.contracts import Cohort, Payload, ServerState, all_sent
-from pfedla.core.layers import Layers, Params, append_mean_row, inner_products, mix, num_clients, rows_of, take
-
-
-class MixedModels(KeptModels):
-    """Abstract: a client gets a mix of everyone's models."""
-
-    @abstractmethod
-    def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
-        """Return the weights of the clients `ids`, [receivers, layers, clients]; a row sums to one."""
-
-    def alpha(self, server: ServerState) -> Tensor:
-        return self.weigh(server, torch.arange(num_clients(server)))
-
-    def admit(self, server: ServerState, seed: int) -> ServerState:
-        return {**super().admit(server, seed), "models": append_mean_row(server["models"])}
-
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        mixed = mix(self.weigh(server, cohort.ids), server["models"], self.task.layers)
-        return Payload(mixed, all_sent(len(cohort.ids), self.task.layers))
+from pfedla.algorithms.partial import MixedModels
+from pfedla.core.contracts import ServerState
+from pfedla.core.layers import Layers, Params, inner_products, rows_of, take
 
 
 class LayerSimilarity(MixedModels):
@@ -41,8 +21,8 @@ class ModelSimilarity(MixedModels):
     summary = "a mix weighted by the similarity of the whole models"
 
     def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
-        whole = (part.sum(1, keepdim=True) for part in compare(server["models"], ids, self.task.layers))
-        return weigh_by_cosine(*whole, ids).expand(-1, len(self.task.layers), -1)
+        products, squares = (part.sum(1, keepdim=True) for part in compare(server["models"], ids, self.task.layers))
+        return weigh_by_cosine(products, squares, ids).expand(-1, len(self.task.layers), -1)
 
 
 def weigh_by_cosine(products: Tensor, squares: Tensor, ids: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Local SGD and evaluation of one client; both run under torch.func.vmap."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -79,6 +79,14 @@ def evaluate(task: Task, tensors: Params, x: Tensor, y: Tensor) -> tuple[Tensor,
         correct = correct + right.sum()
         loss = loss + F.cross_entropy(logits, target, reduction="sum")
     return correct, loss / len(y)
+
+
+def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
+    if not mean:
+        return x.float() if x.is_floating_point() else x
+    centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
+    return (x.float() - centre) / scale
 
 
 def draw_crops(num_epochs: int, num_examples: int, generator: torch.Generator) -> Tensor:

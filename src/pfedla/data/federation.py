@@ -14,6 +14,7 @@ from torch import Tensor
 from pfedla.core.contracts import generator
 from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.settings import AUTO, Auto
+from pfedla.core.training import normalise
 from pfedla.data import datasets
 from pfedla.data.dataset import Array, Dataset, dataset_of
 from pfedla.data.partition import Data, leaked_share, resolve, split_dataset
@@ -104,14 +105,6 @@ class Federation(Outline):
     def class_counts(self) -> Array:
         parts, length = zip(self.train, self.test, strict=True), len(self.classes)
         return np.array([[np.bincount(part.y.numpy(), minlength=length) for part in pair] for pair in parts])
-
-
-def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Scale images channel by channel; without a `mean`, make floats float32 and keep integers."""
-    if not mean:
-        return x.float() if x.is_floating_point() else x
-    centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
-    return (x.float() - centre) / scale
 
 
 def digest_of(train: Examples, test: Examples) -> str:

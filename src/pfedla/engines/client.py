@@ -13,7 +13,7 @@ from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
 from pfedla.core.layers import Params, is_finite
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
-from pfedla.core.training import draw_crops, evaluate
+from pfedla.core.training import draw_crops, evaluate, normalise
 from pfedla.data.federation import Examples, Outline
 
 Test = tuple[float, float]  # accuracy, mean loss
@@ -103,7 +103,7 @@ class Client:
 
     def prepare(self, examples: Examples) -> Examples:
         """Return examples on the device, normalised, in the layout that the task runs fastest."""
-        x = self.outline.normalise(examples.x.to(self.device))
+        x = normalise(examples.x.to(self.device), self.outline.mean, self.outline.std)
         return Examples(self.algorithm.task.lay_out(x), examples.y.to(self.device))
 
 

@@ -198,7 +198,7 @@ class Checkpoints:
 
     def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
         self.run, self.folder, self.experiment, self.say = run, run / "checkpoints", experiment, say
-        self._saved_at, self._saved_round = time.monotonic(), 0
+        self._identity, self._saved_at, self._saved_round = experiment.identity(), time.monotonic(), 0
 
     def rounds(self) -> list[int]:
         """Return after which rounds there is a checkpoint, ascending; the tensors without their JSON do not count."""
@@ -221,7 +221,7 @@ class Checkpoints:
         path = self.folder / f"round-{state.round}.safetensors"
         try:
             write_whole(path, lambda part: save_file(tensors, part))
-            stored = {"format": FORMAT, "experiment": self.experiment.identity(), "tensors_sha256": sha256(path)}
+            stored = {"format": FORMAT, "experiment": self._identity, "tensors_sha256": sha256(path)}
             stored |= state.model_dump(mode="json")
             text = json.dumps({"sha256": _digest(stored), "state": stored}, indent=1, allow_nan=False)
             write_text(path.with_suffix(".json"), text + "\n")

@@ -14,9 +14,9 @@ from pfedla.core.errors import PfedlaError, shown, unknown
 from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
 from pfedla.core.models import outline
 from pfedla.core.tasks import task_of
-from pfedla.core.training import evaluate
+from pfedla.core.training import evaluate, normalise
 from pfedla.data.dataset import load_arrays
-from pfedla.data.federation import Examples, Federation, build_federation, digest_of, federation_of_one, normalise
+from pfedla.data.federation import Examples, Federation, build_federation, digest_of, federation_of_one
 from pfedla.runs.experiment import SITES, Experiment, read_toml
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, new_folder
 
@@ -123,7 +123,7 @@ def _load_test_split(personal: PersonalModel) -> Examples:
 
 
 def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
-    """Return a federation of the one client in a file, normalised as the run's, and how its examples are split."""
+    """Return a federation of the one client in a filed as the run's, and how its examples are split."""
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
     dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")

@@ -65,7 +65,7 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
     accuracies = {key: getattr(simulation, key) for key in ("accuracy", "accuracy_after_training")}
     failures = {str(client): reasons for client, reasons in sorted(simulation.failures.items())}
     total = sum(simulation.seconds.values())
-    result = {
+    result: dict[str, Any] = {
         "format": FORMAT,
         "algorithm": experiment.algorithm.name,
         "dataset": data.dataset,
