@@ -119,8 +119,8 @@ def toy_federation(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Federation:
     return Federation(train, test, tuple(map(str, range(CLASSES))))
 
 
-def budget(lr: float, local_epochs: int, batch_size: int, augment: bool = False) -> Training:
-    return Training(lr=lr, local_epochs=local_epochs, batch_size=batch_size, augment=augment)
+def budget(lr: float, local_epochs: int, batch_size: int) -> Training:
+    return Training(lr=lr, local_epochs=local_epochs, batch_size=batch_size)
 
 
 def engine_for(

@@ -195,9 +195,9 @@ def test_no_damage_is_ever_loaded(
 
 
 def test_what_differs_is_named() -> None:
-    before = {"seed": 0, "training": {"lr": 0.1, "augment": False}, "rounds": 1}
-    now = {"seed": 0, "training": {"lr": 0.1, "augment": True}, "model": "cnn", "rounds": 1.0}
-    assert [phrase.split(":")[0] for phrase in differences(before, now)] == ["training.augment", "rounds", "model"]
+    before = {"seed": 0, "training": {"lr": 0.1, "local_epochs": 1}, "rounds": 1}
+    now = {"seed": 0, "training": {"lr": 0.1, "local_epochs": 2}, "model": "cnn", "rounds": 1.0}
+    assert [phrase.split(":")[0] for phrase in differences(before, now)] == ["training.local_epochs", "rounds", "model"]
 
 
 def test_when_a_checkpoint_is_due(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

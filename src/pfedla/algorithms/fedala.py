@@ -47,8 +47,7 @@ class FedALA(PartialFedAvg):
         """Return the state with W_i ← clip(W_i - η∇f(Θ̂_i) ⊙ (Θ - Θ_i), 0, 1), learned on a sample of the data."""
         # The first examples of a drawn order are a random sample; BatchNorm needs two.
         count = max(2, int(self.sample_share * data.order.shape[1]))
-        crops = data.crops[:1, :count].expand(self.weight_epochs, -1, -1) if self.training.augment else data.crops
-        sample = data._replace(order=data.order[:1, :count].expand(self.weight_epochs, -1), crops=crops)
+        sample = data._replace(order=data.order[:1, :count].expand(self.weight_epochs, -1))
         statistics, weights = self.task.layers.only_statistics(client), strip_prefix(WEIGHT, client)
         fitted, towards = client, {name: download.tensors[name] - client[name] for name in weights}
         for x, y in batches(sample, self.training) if weights else ():

@@ -9,19 +9,7 @@ from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
-from pfedla.core.layers import (
-    Layers,
-    Params,
-    append_mean_row,
-    into_corner_,
-    mix,
-    num_clients,
-    put_,
-    repeat,
-    stack,
-    take,
-    weighted_mean,
-)
+from pfedla.core.layers import Layers, Params, into_corner_, mix, num_clients, put_, repeat, stack, take, weighted_mean
 from pfedla.core.settings import Auto, Training
 from pfedla.core.training import sgd
 
@@ -129,7 +117,10 @@ class MixedModels(KeptModels):
         return self.weigh(server, torch.arange(num_clients(server)))
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
-        return {**super().admit(server, seed), "models": append_mean_row(server["models"])}
+        larger = super().admit(server, seed)
+        for name, value in server["models"].items():
+            larger["models"][name][-1] = value.mean(0)
+        return larger
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         mixed = mix(self.weigh(server, cohort.ids), server["models"], self.task.layers)

@@ -11,7 +11,7 @@ from torch.func import vjp, vmap
 from pfedla.algorithms.partial import PartialFedAvg, draw_linears
 from pfedla.core.contracts import Cohort, Params, Payload, ServerState, all_sent, generator
 from pfedla.core.errors import check_affordable
-from pfedla.core.layers import append_mean_row, take
+from pfedla.core.layers import take
 from pfedla.core.settings import Factor, Rate
 
 EMBEDDING = "embedding"
@@ -53,9 +53,13 @@ class PFedHN(PartialFedAvg):
 
     def admit(self, server: ServerState, seed: int) -> ServerState:
         # An unseen client starts at the mean embedding; φ stays, as in the paper.
-        embeddings, momentum = append_mean_row(server["embeddings"]), server["momentum"]
-        still = {EMBEDDING: F.pad(momentum[EMBEDDING], (0, 0, 0, 1))}
-        return {**server, "embeddings": embeddings, "momentum": momentum | still}
+        embeddings, momentum = server["embeddings"][EMBEDDING], server["momentum"]
+        larger = {EMBEDDING: torch.cat([embeddings, embeddings.mean(0, keepdim=True)])}
+        return {
+            **server,
+            "embeddings": larger,
+            "momentum": momentum | {EMBEDDING: F.pad(momentum[EMBEDDING], (0, 0, 0, 1))},
+        }
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         embeddings, like = server["embeddings"][EMBEDDING][cohort.ids], self.share(self.task.initial())
@@ -65,9 +69,7 @@ class PFedHN(PartialFedAvg):
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # Departs from the paper: it visits one client a step. Here the clients of a cohort step one after the
         # other, in their order, each along the gradient (∂θ_i/∂(φ, v_i))ᵀ (θ_i - θ̃_i) at the snapshot that wrote θ_i.
-        back = {
-            name: value - uploads.tensors[name] for name, value in downloads.tensors.items()
-        }  # θ_i - θ̃_i, the trained
+        back = {name: value - uploads.tensors[name] for name, value in downloads.tensors.items()}  # θ_i - θ̃_i
         after = {group: {name: v.clone() for name, v in part.items()} for group, part in server.items()}
         for row, client in enumerate(cohort.ids.tolist()):  # a gradient is as large as the hypernetwork
             embedding, way = server["embeddings"][EMBEDDING][client], take(back, row)

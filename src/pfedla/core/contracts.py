@@ -63,7 +63,6 @@ class LocalData(NamedTuple):
     x: Tensor = torch.empty(0)
     y: Tensor = torch.empty(0)
     order: Tensor = torch.empty(0)  # [epochs, examples]
-    crops: Tensor = torch.empty(0)  # [epochs, examples, 3], see training.crop; empty without augmentation
     held_out_x: Tensor = torch.empty(0)  # of the training data, the same in every round; see held_out_share
     held_out_y: Tensor = torch.empty(0)
     has_trained: Tensor = torch.tensor(False)  # whether an upload of this client has been accepted before

@@ -130,10 +130,6 @@ def repeat(tree: Params, count: int) -> Params:
     return {name: value.expand(count, *value.shape) for name, value in tree.items()}
 
 
-def append_mean_row(stacked: Params) -> Params:
-    return {name: torch.cat([value, value.mean(0, keepdim=True)]) for name, value in stacked.items()}
-
-
 def into_corner_(larger: Params, smaller: Params) -> Params:
     """Write tensors into larger ones of the same names, where all indices begin; return the larger."""
     for name, value in smaller.items():

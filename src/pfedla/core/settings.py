@@ -45,8 +45,6 @@ class Training(Section):
     """Local epochs per round."""
     batch_size: Annotated[Positive, Option("batch-size")] = 32
     """Local batch size."""
-    augment: Annotated[bool, Option("augment")] = False
-    """Crop and flip the training images at random. The paper states no augmentation."""
 
     @property
     def learning_rate(self) -> float:

@@ -13,7 +13,6 @@ from pfedla.core.settings import AUTO, Training
 from pfedla.core.tasks import Only, Task, descend
 
 EVALUATION_BATCH = 1024
-PADDING = 4  # pixels around an image before it is cropped
 
 
 def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]]:
@@ -29,8 +28,6 @@ def batches(data: LocalData, training: Training, epochs: range | None = None) ->
     for epoch in [one for one in range(len(data.order)) if epochs is None or one in epochs]:
         order = data.order[epoch]
         x, y = data.x[order], data.y[order]  # one gather an epoch; a batch is then a view
-        if training.augment:
-            x = crop(x, data.crops[epoch])
         for start, stop in batch_bounds(len(y), training.batch_size):
             yield x[start:stop], y[start:stop]
 
@@ -87,24 +84,6 @@ def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
         return x.float() if x.is_floating_point() else x
     centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
     return (x.float() - centre) / scale
-
-
-def draw_crops(num_epochs: int, num_examples: int, generator: torch.Generator) -> Tensor:
-    """Draw [epochs, examples, 3]: how far each image is moved down and right, and whether it is mirrored."""
-    moves = torch.randint(2 * PADDING + 1, (num_epochs, num_examples, 2), generator=generator)
-    return torch.cat([moves, torch.randint(2, (num_epochs, num_examples, 1), generator=generator)], dim=-1)
-
-
-def crop(images: Tensor, crops: Tensor) -> Tensor:
-    """Move and mirror the images [n, channels, h, w] as `crops` [n, 3] says; the border that comes in is zero."""
-    count, channels, height, width = images.shape
-    down, right, mirrored = (part.unsqueeze(-1) for part in crops.unbind(-1))  # [n, 1] each
-    columns = torch.arange(width, device=images.device)
-    columns = torch.where(mirrored.bool(), width - 1 - columns, columns) + right  # [n, w]
-    rows = torch.arange(height, device=images.device) + down  # [n, h]
-    example = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
-    channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
-    return F.pad(images, (PADDING,) * 4)[example, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:

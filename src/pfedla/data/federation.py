@@ -45,10 +45,6 @@ class Outline:
     def __len__(self) -> int:
         return len(self.num_examples)
 
-    def check_images(self) -> None:
-        if len(self.shape) != 3:
-            raise PfedlaError(f"augment crops and flips images, but the examples have shape {self.shape}; leave it out")
-
     def normalise(self, x: Tensor) -> Tensor:
         return normalise(x, self.mean, self.std)
 

@@ -13,7 +13,7 @@ from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
 from pfedla.core.layers import Params, is_finite
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
-from pfedla.core.training import draw_crops, evaluate, normalise
+from pfedla.core.training import evaluate, normalise
 from pfedla.data.federation import Examples, Outline
 
 Test = tuple[float, float]  # accuracy, mean loss
@@ -81,14 +81,13 @@ class Client:
     def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
         examples, held_out = self._hold_out(cohort.seed, self.algorithm.held_out_share(download))
-        training, count = self.algorithm.training, len(examples.y)
-        # Two streams: with and without crops, the batches are the same.
-        batches, moves = (generator(cohort.seed, what, cohort.round, self.number) for what in ("batches", "crops"))
-        order = torch.stack([torch.randperm(count, generator=batches) for _ in range(training.local_epochs)])
-        crops = draw_crops(training.local_epochs, count if training.augment else 0, moves)
+        draws, budget = (
+            generator(cohort.seed, "batches", cohort.round, self.number),
+            self.algorithm.training.local_epochs,
+        )
+        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(budget)])
         (x, y), (held_out_x, held_out_y) = map(self.prepare, (examples, held_out))
-        order, crops = order[:epochs].to(self.device), crops[:epochs].to(self.device)
-        data = LocalData(x, y, order=order, crops=crops, held_out_x=held_out_x, held_out_y=held_out_y)
+        data = LocalData(x, y, order=order[:epochs].to(self.device), held_out_x=held_out_x, held_out_y=held_out_y)
         return data._replace(has_trained=torch.tensor(self.has_trained, device=self.device))
 
     def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:

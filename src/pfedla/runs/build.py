@@ -61,8 +61,6 @@ def build_around(experiment: Experiment, federation: Outline, module: nn.Module 
         task.check(federation.normalise(federation.train[0].x[:smallest]), num_classes)
     if training.lr == AUTO:
         training = training.model_copy(update={"lr": lr})
-    if training.augment:
-        federation.check_images()
     method = algorithms.create(section.name, task, training, section.options)
     check_affordable(f"the models of {num_clients} clients", num_clients * sum(task.layers.num_parameters))
     method.check(num_clients)

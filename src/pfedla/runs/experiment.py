@@ -15,8 +15,9 @@ from pfedla.core.settings import AUTO, Option, Positive, Section
 from pfedla.data.partition import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
-# Options that methods no longer have, with the defaults that run folders of format 1 wrote down.
+# Options that are gone, with the defaults that older run folders wrote down.
 REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
+REMOVED["augment"] = (False,)
 
 
 class AlgorithmSection(Section):
@@ -102,21 +103,26 @@ def list_settings() -> dict[str, Place]:
 
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate an experiment that a run of format 1 wrote into today's settings."""
+    """Translate an experiment that an older version wrote into today's settings."""
     from pfedla.algorithms import default_options
 
     engine, algorithm = values.get("engine"), values.get("algorithm")
     if isinstance(engine, dict) and isinstance(engine.get("compile"), str):
         values = overlay(values, {"engine": {"compile": engine["compile"] == "on"}})
+    if isinstance(training := values.get("training"), dict):
+        values = {**values, "training": _drop_removed(training)}
     if isinstance(algorithm, dict):
         if algorithm.get("rule") == "held-out":  # the other rule, "paper", is what pfedla and heurpfedla are now
             algorithm = algorithm | {"name": "pfedla-heldout", "sketch": "exact"}
         if "rule" in algorithm:
             known = {"name", *default_options(algorithm.get("name", "pfedla"))}
             algorithm = {key: value for key, value in algorithm.items() if key in known}
-        kept = {key: value for key, value in algorithm.items() if value not in REMOVED.get(key, ())}
-        values = {**values, "algorithm": kept}
+        values = {**values, "algorithm": _drop_removed(algorithm)}
     return dict(values)
+
+
+def _drop_removed(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value not in REMOVED.get(key, ())}
 
 
 def _explain(error: ValidationError) -> str:
