@@ -129,7 +129,7 @@ def reproduce(
         say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
         return
     numbers = {"clients": parse_ints("--clients", clients, "10"), "seeds": parse_ints("--seeds", seeds, "0,1,2")}
-    chosen = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
+    chosen: dict[str, Any] = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
     wanted = Wanted(**chosen, rounds=rounds, paper_budget=paper_budget)
     folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
