@@ -67,6 +67,7 @@ def compare(
     Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
     """
     from pfedla.algorithms import ALGORITHMS
+    from pfedla.report import tables
     from pfedla.runs import comparison
 
     trackers = check_trackers(split_words(output.track))
@@ -80,21 +81,17 @@ def compare(
     if output.as_json:
         print((plan.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not output.quiet:
-        print_comparison(rows, plan.folder)
+        table, notes = tables.tabulate_comparison(rows)
+        warnings = tables.warnings([result for row in rows for result in row.results])
+        say(tables.terminal_table(table, notes=notes), *warnings)
+        say("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
+        for row in rows:
+            lines = [(one["seed"], line) for one in row.results for line in tables.failures_lines(one)]
+            say(*(f"{row.algorithm}, seed {seed}: {line}" for seed, line in lines))
+        pictures = [plan.folder / "learning_curves.png", *sorted(plan.folder.glob("*/*.png"))]
+        say(*(f"  {path}" for path in [plan.folder / "comparison.md", *pictures]))
     if any(row.gave_up for row in rows):
         raise Exit(1)
-
-
-def print_comparison(rows: list[Any], folder: Path) -> None:
-    from pfedla.report.tables import failures_lines, tabulate_comparison, terminal_table, warnings
-
-    lines, notes = tabulate_comparison(rows)
-    say(terminal_table(lines, notes=notes), *warnings([result for row in rows for result in row.results]))
-    say("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
-    for row in rows:
-        say(*(f"{row.algorithm}, seed {r['seed']}: {line}" for r in row.results for line in failures_lines(r)))
-    pictures = [folder / "comparison.md", folder / "learning_curves.png", *sorted(folder.glob("*/*.png"))]
-    say(*(f"  {path}" for path in pictures))
 
 
 def reproduce(
@@ -134,7 +131,7 @@ def reproduce(
         say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
         return
     numbers = {"clients": parse_ints("--clients", clients, "10"), "seeds": parse_ints("--seeds", seeds, "0,1,2")}
-    chosen = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
+    chosen: dict[str, Any] = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
     wanted = Wanted(**chosen, rounds=rounds, paper_budget=paper_budget)
     folder, cells = out or runs / name, list_cells(grid, wanted)
     if check:
