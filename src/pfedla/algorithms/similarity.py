@@ -41,14 +41,13 @@ class ModelSimilarity(MixedModels):
     summary = "a mix weighted by the similarity of the whole models"
 
     def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
-        whole = (part.sum(1, keepdim=True) for part in compare(server["models"], ids, self.task.layers))
-        return weigh_by_cosine(*whole, ids).expand(-1, len(self.task.layers), -1)
+        products, squares = (part.sum(1, keepdim=True) for part in compare(server["models"], ids, self.task.layers))
+        return weigh_by_cosine(products, squares, ids).expand(-1, len(self.task.layers), -1)
 
 
 def weigh_by_cosine(products: Tensor, squares: Tensor, ids: Tensor) -> Tensor:
     """Return the cosine similarities of the clients `ids` and all others, cut at zero, each row divided by its sum."""
-    norms = squares.sqrt()
-    scale = norms[ids].unsqueeze(-1) * norms.T
+    scale = squares[ids].sqrt().unsqueeze(-1) * squares.sqrt().T
     cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
     cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
     return (cosine / cosine.sum(-1, keepdim=True)).float()
