@@ -69,7 +69,7 @@ class LayerWeightHypernetwork:
         if self.compact:
             return {"logits": tensors["logits"] + lr * softmax_slope(tensors["logits"], gradient)}
         body, weight = {n: v for n, v in tensors.items() if "heads" not in n}, tensors["heads.weight"]
-        features, pull_back = vjp(apply_trunk, body)  # type: ignore[misc]
+        features, pull_back = vjp(apply_trunk, body)[:2]
         slope = softmax_slope(apply_heads(tensors, features), gradient)
         (ascent,) = pull_back((slope.flatten(1).unsqueeze(1) @ weight.flatten(1, 2)).squeeze(1))
         if damped:  # the logits move as in the compact form; else the body grows with the heads, and all accelerates
@@ -147,10 +147,9 @@ class LearnedMix(MixedModels):
         check_layers("retained_layers", self.num_retained, self.task.layers)
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f"neighbours = {self.neighbours}, but there are {num_clients} clients; use fewer")
-        what, numbers = f"the hypernetworks of {num_clients} clients", self._network(num_clients).num_parameters
-        check_affordable(
-            what, num_clients * numbers, 'hypernetwork = "compact"', num_clients**2 * len(self.task.layers)
-        )
+        numbers = num_clients * self._network(num_clients).num_parameters
+        what, compact = f"the hypernetworks of {num_clients} clients", num_clients**2 * len(self.task.layers)
+        check_affordable(what, numbers, 'hypernetwork = "compact"', compact)
 
     def _network(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(num_clients, len(self.task.layers), compact=self.hypernetwork == "compact")

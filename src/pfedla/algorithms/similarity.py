@@ -27,8 +27,7 @@ class ModelSimilarity(MixedModels):
 
 def weigh_by_cosine(products: Tensor, squares: Tensor, ids: Tensor) -> Tensor:
     """Return the cosine similarities of the clients `ids` and all others, cut at zero, each row divided by its sum."""
-    norms = squares.sqrt()
-    scale = norms[ids].unsqueeze(-1) * norms.T
+    scale = squares[ids].sqrt().unsqueeze(-1) * squares.sqrt().T
     cosine = torch.where(scale > 0, products / torch.where(scale > 0, scale, 1.0), 0.0).clamp(min=0)
     cosine[torch.arange(len(ids)), :, ids] = 1.0  # a client is like itself, also where a layer is all zero
     return (cosine / cosine.sum(-1, keepdim=True)).float()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pfedla.core.contracts import ClientState, LocalData, LocalResult, Payload
+from pfedla.core.contracts import LocalData
 from pfedla.core.layers import Params
 from pfedla.core.settings import AUTO, Training
 from pfedla.core.tasks import Only, Task, descend
@@ -84,9 +84,3 @@ def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
         return x.float() if x.is_floating_point() else x
     centre, scale = (torch.tensor(values, device=x.device).view(-1, 1, 1) for values in (mean, std))
     return (x.float() - centre) / scale
-
-
-def keep_and_send(client: ClientState, download: Payload, model: Params, loss: Tensor) -> LocalResult:
-    """Return the result of a client that keeps the tensors of its state and uploads those it received."""
-    kept, sent = ({name: model[name] for name in names} for names in (client, download.tensors))
-    return LocalResult(client=kept, upload=Payload(sent, download.sent), model=model, loss=loss)
