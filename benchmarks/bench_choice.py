@@ -19,8 +19,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pfedla.algorithms import create
+from pfedla.core.contracts import Cohort
 from pfedla.core.models import build_model
-from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings, Training
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
@@ -66,7 +66,7 @@ def measure(model: str, shape: tuple[int, ...], clients: int, examples: int, rep
     federation = Federation(train, test, tuple(map(str, range(CLASSES))))
     module = build_model(model, shape, CLASSES, torch.Generator().manual_seed(0))
     algorithm = create("fedavg", task_of(module), Training(lr=0.01, local_epochs=2, batch_size=32))
-    cohort = everyone(federation.num_examples, 1, 0)
+    cohort = Cohort.everyone(federation.num_examples, 1, 0)
     downloads = algorithm.download(algorithm.init_server(clients, 0), cohort)
     engines, setting_up = {}, {}
     for way, settings in WAYS.items():

@@ -31,7 +31,6 @@ from pfedla.algorithms.pfedla import PFedLA
 from pfedla.core.contracts import Algorithm, Cohort, Payload, ServerState
 from pfedla.core.layers import take
 from pfedla.core.models import build_model
-from pfedla.core.rounds import sample_cohort
 from pfedla.core.settings import Training
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
@@ -142,7 +141,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     watches = []
     for number in range(steps + 1):
         share = min(1.0, PARTICIPANTS / case.clients)
-        cohort = sample_cohort(torch.full((case.clients,), 10), number + 1, share, 0)
+        cohort = Cohort.sample(torch.full((case.clients,), 10), number + 1, share, 0)
         watches.append(Watch())
         (textbook if case.textbook else ours)(algorithm, server, cohort, uploads, watches[-1])
         if case.textbook and number and watches[-1].wall > LONG:

@@ -15,7 +15,7 @@ from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import NO_FAULTS
-from pfedla.core.rounds import NO_ANSWER, Accepted, Round, accept, everyone, run_rounds
+from pfedla.core.rounds import NO_ANSWER, Accepted, Round, accept, run_rounds
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
 from pfedla.core.tasks import Task, task_of
 from pfedla.core.training import batch_bounds
@@ -200,7 +200,7 @@ def personal_models(
     with engine_for(algorithm, federation) as engine:
         if clients is not None:
             engine.load(clients)
-        cohort = everyone(federation.num_examples, len(ran) + 1, 0)
+        cohort = Cohort.everyone(federation.num_examples, len(ran) + 1, 0)
         return engine.personal_models(cohort, algorithm.download(server, cohort))
 
 

@@ -16,7 +16,7 @@ from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
-from pfedla.core.rounds import NO_ANSWER, everyone, find_too_long, update_norm
+from pfedla.core.rounds import NO_ANSWER, find_too_long, update_norm
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
 
@@ -182,7 +182,7 @@ def test_the_norm_is_measured_from_where_a_client_really_began() -> None:
     """Also where that was not sent, as HeurpFedLA's retained layer."""
     moving, still = (make("heurpfedla", lr=lr) for lr in (0.3, 1e-12))
     before, clients = play(moving, toy_federation())
-    cohort, server = everyone(toy_federation().num_examples, 4, 0), before[-1].server
+    cohort, server = Cohort.everyone(toy_federation().num_examples, 4, 0), before[-1].server
     downloads = still.download(server, cohort)
     with engine_for(still, toy_federation()) as engine:
         engine.load(clients)

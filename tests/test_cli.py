@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pfedla.algorithms import ALGORITHMS
+from pfedla.core.contracts import Cohort
 from pfedla.core.models import SmallCNN
-from pfedla.core.rounds import sample_cohort
 from pfedla.core.rounds import summarise as summary
 
 QUICK = ("--rounds", 2, "--local-epochs", 1, "--samples", 20, "--clients", 4)
@@ -45,7 +45,7 @@ def test_a_run_leaves_a_complete_folder(pfedla, tmp_path: Path) -> None:
     assert {path.name for path in (run / "models").iterdir()} == {f"client-{i}.safetensors" for i in range(4)}
     lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2]
-    keys = "round accuracy loss accuracy_after_training training_loss seconds down_bytes up_bytes evaluation_bytes"
+    keys = "round accuracy loss accuracy_after_training training_loss seconds down_bytes up_bytes"
     assert lines[0].keys() == {*keys.split(), "cohort", "retained", "failures"}
     assert lines[0]["accuracy"].keys() == {"mean", "std", "p10", "worst"}
     result = json.loads((run / "result.json").read_text())
@@ -123,12 +123,12 @@ def test_the_summary_of_the_clients() -> None:
 
 def test_cohorts_are_drawn_anew_each_round_and_hold_the_share() -> None:
     sizes = torch.arange(100, 200)
-    cohorts = [sample_cohort(sizes, number, 0.1, seed=0) for number in range(1, 51)]
+    cohorts = [Cohort.sample(sizes, number, 0.1, seed=0) for number in range(1, 51)]
     assert all(len(cohort.ids) == 10 for cohort in cohorts)
     assert all(torch.equal(cohort.num_examples, sizes[cohort.ids]) for cohort in cohorts)
     assert len({tuple(cohort.ids.tolist()) for cohort in cohorts}) == 50
     assert len(set(torch.cat([cohort.ids for cohort in cohorts]).tolist())) > 95
-    assert not torch.equal(cohorts[0].ids, sample_cohort(sizes, 1, 0.1, seed=1).ids)
+    assert not torch.equal(cohorts[0].ids, Cohort.sample(sizes, 1, 0.1, seed=1).ids)
 
 
 def test_a_run_that_fails_before_its_first_round_leaves_no_folder(

@@ -10,10 +10,9 @@ from conftest import SIZES, TinyNet, assert_same, flat, make, play, toy_federati
 from torch import nn
 
 from pfedla import simulate
-from pfedla.core.contracts import Answer
+from pfedla.core.contracts import Answer, Cohort
 from pfedla.core.errors import PfedlaError
 from pfedla.core.models import MODELS, SmallCNN
-from pfedla.core.rounds import everyone
 from pfedla.core.settings import EngineSettings
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import simulated
@@ -34,7 +33,7 @@ def federation_of_images(shape: tuple[int, ...], sizes: list[int]) -> Federation
 def train(module: nn.Module, federation: Federation, **settings: Any) -> list[Answer]:
     """One round of FedAvg; all clients answer."""
     algorithm = make("fedavg", module=module, batch_size=8)
-    cohort = everyone(federation.num_examples, 1, 0)
+    cohort = Cohort.everyone(federation.num_examples, 1, 0)
     with SimulatedEngine(algorithm, federation, EngineSettings(**settings), recalibrate="never") as engine:
         answers = engine.train(cohort, algorithm.download(algorithm.init_server(len(federation), 0), cohort))
     assert all(isinstance(answer, Answer) for answer in answers), answers
@@ -95,7 +94,7 @@ def test_threads_and_a_resumed_engine_change_no_bit(name: str) -> None:
 def test_a_clients_state_does_not_keep_the_cohorts_downloads_alive() -> None:
     algorithm = make("fedrep", batch_norm=True)
     federation = toy_federation()
-    cohort = everyone(federation.num_examples, 1, 0)
+    cohort = Cohort.everyone(federation.num_examples, 1, 0)
     for engine_name in ("threaded", "vectorized"):
         with SimulatedEngine(algorithm, federation, EngineSettings(name=engine_name)) as engine:
             engine.train(cohort, algorithm.download(algorithm.init_server(len(SIZES), 0), cohort))

@@ -12,7 +12,6 @@ from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.faults import choose_answering, choose_attackers, falsify, is_attacking, limit_epochs
-from pfedla.core.rounds import everyone
 from pfedla.core.settings import Faults
 from pfedla.data.federation import Examples, Federation
 
@@ -20,7 +19,7 @@ RUN = ("-d", "digits", "--clients", 5, "--samples", 60, "--rounds", 3, "--local-
 
 
 def cohort(round: int = 1, clients: int = 200, seed: int = 0) -> Cohort:
-    return everyone(torch.full((clients,), 9), round, seed)
+    return Cohort.everyone(torch.full((clients,), 9), round, seed)
 
 
 def test_shares_are_what_they_say_and_come_from_the_seed() -> None:
@@ -90,7 +89,7 @@ def test_engines_fail_alike(name: str) -> None:
 
 def test_a_straggler_does_the_first_of_its_epochs() -> None:
     algorithm, federation = make("fedavg", epochs=4), toy_federation()
-    faults, who = Faults(stragglers=1.0), everyone(federation.num_examples, 1, 0)
+    faults, who = Faults(stragglers=1.0), Cohort.everyone(federation.num_examples, 1, 0)
     downloads = algorithm.download(algorithm.init_server(len(federation), 0), who)
     with engine_for(algorithm, federation, faults=faults) as engine:
         answers = engine.train(who, downloads)

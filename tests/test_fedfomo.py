@@ -14,7 +14,7 @@ from pfedla.algorithms.fedfomo import FedFomo
 from pfedla.algorithms.local import Local
 from pfedla.core.contracts import Cohort, LocalData, Payload, ServerState
 from pfedla.core.layers import stack
-from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.rounds import payload_bytes
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
 
@@ -119,7 +119,7 @@ def test_the_mix_of_a_net_with_batchnorm_against_a_plain_loop() -> None:
     x, y = torch.randn(2, 6, 6, generator=draws).double(), torch.randint(3, (2, 6), generator=draws)
     trained = torch.tensor([True, True])
     order = torch.zeros(2, 1, 6).long()
-    data = LocalData(x, y, order, torch.empty(2, 0), held_out_x=x, held_out_y=y, has_trained=trained)
+    data = LocalData(x, y, order, held_out_x=x, held_out_y=y, has_trained=trained)
     download = Payload({}, torch.zeros(2, 3).bool(), {f"candidate/{n}": v for n, v in others.items()})
     mixed, weights = vmap(algorithm._mix)(clients, download, data)
     for i in range(2):
@@ -213,7 +213,7 @@ def test_the_candidates_sent_are_the_models_chosen_and_each_is_charged() -> None
 def test_the_held_out_split_is_fixed_once_and_apart_from_training_and_test(federation: Federation) -> None:
     with engine_for(fedfomo(), federation, threads=1, recalibrate="never") as engine:
         for client, (x, y) in enumerate(federation.train):
-            cohorts = (everyone(federation.num_examples, round, 0) for round in (1, 7))
+            cohorts = (Cohort.everyone(federation.num_examples, round, 0) for round in (1, 7))
             one = engine.clients[client]
             first, later = (one.local_data(cohort, NOTHING) for cohort in cohorts)
             assert torch.equal(first.held_out_x, later.held_out_x)

@@ -13,9 +13,9 @@ from torch.func import functional_call, vmap
 from pfedla.algorithms import create, partial, pfedla_heldout
 from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
 from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
-from pfedla.core.contracts import Algorithm, LocalData, Params, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState
 from pfedla.core.models import build_model
-from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.rounds import payload_bytes
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
 
@@ -49,7 +49,7 @@ def test_until_the_weights_are_frozen_no_held_out_example_is_trained_on(
 def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation) -> None:
     """The slow twin: autograd of the plain module at what the client was sent."""
     algorithm = make("pfedla-heldout")
-    cohort = everyone(federation.num_examples, 1, 0)
+    cohort = Cohort.everyone(federation.num_examples, 1, 0)
     with engine_for(algorithm, federation) as engine:
         downloads = algorithm.download(algorithm.init_server(6, 0), cohort)
         answers = engine.train(cohort, downloads)
@@ -65,7 +65,7 @@ def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation
 
 
 def one_round(algorithm: Algorithm, federation: Federation, server: ServerState, round: int) -> tuple:
-    cohort = everyone(federation.num_examples, round, 0)
+    cohort = Cohort.everyone(federation.num_examples, round, 0)
     downloads = algorithm.download(server, cohort)
     with engine_for(algorithm, federation) as engine:
         return cohort, downloads, received(engine, cohort, downloads).uploads
@@ -206,7 +206,7 @@ def test_the_sketch_adds_one_and_a_half_percent_to_the_upload() -> None:
     task = task_of(build_model("cnn", (1, 28, 28), 10, torch.Generator()))
     for sketch, share in ((256, 0.015), ("exact", 1.0)):
         algorithm = create("pfedla-heldout", task, budget(0.1, 1, 8), {"warm_up": 0, "sketch": sketch})
-        downloads = algorithm.download(algorithm.init_server(2, 0), everyone(torch.tensor([9, 9]), 1, 0))
+        downloads = algorithm.download(algorithm.init_server(2, 0), Cohort.everyone(torch.tensor([9, 9]), 1, 0))
         expected = vmap(algorithm.upload_like)(downloads)
         plain = Payload(expected.tensors, expected.sent)
         surcharge = payload_bytes(expected, task.layers) / payload_bytes(plain, task.layers) - 1

@@ -9,11 +9,10 @@ from conftest import TinyNet, assert_same, budget, flat, make, toy_federation
 from pfedla import simulate
 from pfedla.algorithms import create
 from pfedla.algorithms.pfedla import CHUNK, LayerWeightHypernetwork
-from pfedla.core.contracts import Algorithm, Payload, ServerState
+from pfedla.core.contracts import Algorithm, Cohort, Payload, ServerState
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import take
 from pfedla.core.models import build_model
-from pfedla.core.rounds import everyone
 from pfedla.core.tasks import task_of
 
 COMPACT = {"hypernetwork": "compact"}
@@ -41,7 +40,7 @@ def make_uploads(algorithm: Algorithm, downloads: Payload) -> Payload:
 @pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout"])
 def test_a_clients_step_hardly_depends_on_who_else_answered_and_absent_clients_stay(name: str, options: dict) -> None:
     algorithm = make(name, batch_norm=True, **options)
-    before, everybody = perturb(algorithm, 10), everyone(torch.full((10,), 9), 3, 0)
+    before, everybody = perturb(algorithm, 10), Cohort.everyone(torch.full((10,), 9), 3, 0)
     downloads = algorithm.download(before, everybody)
     uploads = make_uploads(algorithm, downloads)
     among_all = algorithm.aggregate(copy.deepcopy(before), everybody, downloads, uploads)
@@ -58,7 +57,7 @@ def test_a_clients_step_hardly_depends_on_who_else_answered_and_absent_clients_s
 def test_a_failure_in_aggregate_leaves_the_server_as_it_was() -> None:
     """All that can fail comes before the first write."""
     algorithm = make("pfedla")
-    server, cohort = perturb(algorithm, 6), everyone(torch.full((6,), 9), 1, 0)
+    server, cohort = perturb(algorithm, 6), Cohort.everyone(torch.full((6,), 9), 1, 0)
     downloads, before = algorithm.download(server, cohort), copy.deepcopy(server)
     uploads = make_uploads(algorithm, downloads)
     with pytest.raises(RuntimeError):

@@ -10,7 +10,7 @@ from pfedla.algorithms import create
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, LocalResult, Params, Payload
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.models import PaperCNN
-from pfedla.core.rounds import everyone, payload_bytes
+from pfedla.core.rounds import payload_bytes
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data.federation import Federation
@@ -209,7 +209,7 @@ def test_the_personal_model_is_fine_tuned(
         assert_same(rounds[-1].server["model"], plain[-1].server["model"])
     with engine_for(tuned, federation) as engine:
         engine.load(clients)
-        cohort = everyone(federation.num_examples, 4, 0)
+        cohort = Cohort.everyone(federation.num_examples, 4, 0)
         downloads = tuned.download(rounds[-1].server, cohort)
         model = engine.personal_models(cohort, downloads)[3]
         data = engine.clients[3].local_data(cohort, downloads)

@@ -254,6 +254,5 @@ def test_statistics_by_hand() -> None:
     numbers = split_statistics(np.stack([both, both], axis=1))
     assert numbers["label_entropy_bits"] == {"mean": pytest.approx(2 / 3), "min": 0.0, "max": 2.0}
     assert numbers["mean_pairwise_distance"] == pytest.approx((0.75 + 0.75 + 1) / 3)
-    assert numbers["training_examples"] == {"mean": pytest.approx(26 / 3), "min": 2, "max": 16}
     assert numbers["classes_per_client"] == {"mean": 2.0, "min": 1, "max": 4}
     assert split_statistics(np.ones((1, 2, 3), int))["mean_pairwise_distance"] == 0

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from conftest import FEATURES, assert_same, budget, engine_for, flat, make, play, toy_federation
 from torch import Tensor, nn
 
+from pfedla.core.contracts import Cohort
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, mix
 from pfedla.core.models import PaperCNN, SmallCNN
-from pfedla.core.rounds import everyone
 from pfedla.core.tasks import CompiledTask, DirectTask, copy_module, task_of
 from pfedla.data.federation import Examples, Federation
 
@@ -112,7 +112,7 @@ def test_a_client_trained_by_the_engine_equals_the_textbook_loop() -> None:
     federation = Federation([Examples(x, y)], [Examples(x[:2], y[:2])], ("a", "b", "c"))
     module = PaperCNN(shape, 3, batch_norm=True)
     algorithm = make("fedavg", module=module, lr=0.05, epochs=epochs, batch_size=size)
-    cohort = everyone(federation.num_examples, 1, 0)
+    cohort = Cohort.everyone(federation.num_examples, 1, 0)
     with engine_for(algorithm, federation, threads=2) as engine:
         downloads = algorithm.download(algorithm.init_server(1, 0), cohort)
         (answer,) = engine.train(cohort, downloads)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from pfedla.core.contracts import Algorithm, Task
-from pfedla.core.errors import NotApplicableError, PfedlaError, shown, unknown
+from pfedla.core.errors import NotApplicableError, invalid, unknown
 from pfedla.core.settings import Training
 
 # Modules in the order in which their methods are listed. A method is a class that has a `name` of its own.
@@ -41,11 +41,7 @@ def resolve_options(name: str, options: Mapping[str, object]) -> dict[str, Any]:
     try:
         return model.model_validate(dict(options)).model_dump()
     except ValidationError as error:
-        problem = error.errors()[0]
-        option = str(problem["loc"][0])
-        if problem["type"] == "extra_forbidden":
-            raise unknown(f"option of {name}", option, model.model_fields) from None
-        raise PfedlaError(f"algorithm.{option} = {shown(options[option])}: {problem['msg'].lower()}") from None
+        raise invalid(error, model.model_fields, prefix="algorithm.") from None
 
 
 def check_joining(method: Algorithm) -> None:

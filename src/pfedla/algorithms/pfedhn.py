@@ -54,12 +54,9 @@ class PFedHN(PartialFedAvg):
     def admit(self, server: ServerState, seed: int) -> ServerState:
         # An unseen client starts at the mean embedding; φ stays, as in the paper.
         embeddings, momentum = server["embeddings"][EMBEDDING], server["momentum"]
-        larger = {EMBEDDING: torch.cat([embeddings, embeddings.mean(0, keepdim=True)])}
-        return {
-            **server,
-            "embeddings": larger,
-            "momentum": momentum | {EMBEDDING: F.pad(momentum[EMBEDDING], (0, 0, 0, 1))},
-        }
+        embeddings = torch.cat([embeddings, embeddings.mean(0, keepdim=True)])
+        still = momentum | {EMBEDDING: F.pad(momentum[EMBEDDING], (0, 0, 0, 1))}
+        return {**server, "embeddings": {EMBEDDING: embeddings}, "momentum": still}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
         embeddings, like = server["embeddings"][EMBEDDING][cohort.ids], self.share(self.task.initial())

@@ -148,8 +148,8 @@ class LearnedMix(MixedModels):
         if self.neighbours != "all" and self.neighbours > num_clients:
             raise PfedlaError(f"neighbours = {self.neighbours}, but there are {num_clients} clients; use fewer")
         numbers = num_clients * self._network(num_clients).num_parameters
-        what, compact = f"the hypernetworks of {num_clients} clients", num_clients**2 * len(self.task.layers)
-        check_affordable(what, numbers, 'hypernetwork = "compact"', compact)
+        hint = "" if self.hypernetwork == "compact" else '; try hypernetwork = "compact"'
+        check_affordable(f"the hypernetworks of {num_clients} clients", numbers, hint)
 
     def _network(self, num_clients: int) -> LayerWeightHypernetwork:
         return LayerWeightHypernetwork(num_clients, len(self.task.layers), compact=self.hypernetwork == "compact")

@@ -164,11 +164,7 @@ def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
     here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
     if not here:
         made = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
-        reason = (
-            f"with this torch on this CPU model, but on: {'; '.join(made)}"
-            if made
-            else "with this budget; --out names its folder"
-        )
+        reason = f"on this torch and CPU model, but on: {'; '.join(made)}" if made else "(--out names its folder)"
         raise PfedlaError(f"{path} has none of the cells that were asked for {reason}")
     cell, before = random.choice(here)
     with tempfile.TemporaryDirectory() as place, watching(cell.experiment.rounds, quiet=quiet) as (display, signals):

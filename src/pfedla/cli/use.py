@@ -129,9 +129,10 @@ def communication(
     as_json: Json = False,
 ) -> None:
     """Compute what a run sends, in MiB (2^20 bytes), from the model alone. Retained layers save the download."""
+    from pfedla.core.contracts import num_participants
     from pfedla.core.layers import Layers
     from pfedla.core.models import model_for, outline
-    from pfedla.core.rounds import MIB, num_participants, plan_traffic
+    from pfedla.core.rounds import MIB, plan_traffic
     from pfedla.data import datasets
 
     entry = datasets.find(dataset)

@@ -1,7 +1,4 @@
-"""READ FIRST: the values that travel, what an algorithm is, what an engine is. rounds.py runs them.
-
-State goes in and comes out, nothing is hidden in `self`: evaluation changes nothing, and two values are a checkpoint.
-"""
+"""READ FIRST: the values that travel, what an algorithm is, what an engine is. rounds.py runs them."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -27,6 +24,10 @@ def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes 63 bits
 
 
+def num_participants(num_clients: int, participation: float) -> int:
+    return max(1, int(participation * num_clients + 0.5))
+
+
 class Cohort(NamedTuple):
     """The clients that take part in a round. All its draws come from (seed, purpose, round, client)."""
 
@@ -34,6 +35,17 @@ class Cohort(NamedTuple):
     seed: int
     ids: Tensor  # [cohort], ascending
     num_examples: Tensor  # [cohort], training examples
+
+    @classmethod
+    def everyone(cls, num_examples: Tensor, round: int, seed: int) -> "Cohort":
+        return cls(round, seed, ids=torch.arange(len(num_examples)), num_examples=num_examples)
+
+    @classmethod
+    def sample(cls, num_examples: Tensor, round: int, participation: float, seed: int) -> "Cohort":
+        """Draw a random share of the clients, at least one, in ascending order."""
+        order = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))
+        ids = order[: num_participants(len(num_examples), participation)].sort().values
+        return cls.everyone(num_examples, round, seed).only(ids)
 
     def only(self, rows: Tensor) -> "Cohort":
         return self._replace(ids=self.ids[rows], num_examples=self.num_examples[rows])
@@ -83,7 +95,7 @@ class ClientMetrics(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one client sent back, unchecked: uploads.py decides whether it is used."""
+    """What one client sent back, unchecked: rounds.py decides whether it is used."""
 
     upload: Payload
     training_loss: Tensor
@@ -101,8 +113,8 @@ class Failure(NamedTuple):
 class Algorithm(Section, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
-    An author writes six functions: three of the server, on values stacked over the cohort, and three of one client.
-    Only some methods need those after them.
+    An author writes six functions: three of the server, on values stacked over the cohort, and three of one client. Only
+    some methods need those after them. State goes in and comes out, none is kept in `self`: so a checkpoint is two values.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings

@@ -5,6 +5,8 @@ import os
 import reprlib
 from collections.abc import Iterable
 
+from pydantic import ValidationError
+
 AFFORDABLE = 2**36  # bytes (64 GiB)
 
 
@@ -37,6 +39,19 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
     return PfedlaError(f"unknown {kind} {asked}{meant}; choose one of: {', '.join(names) or 'none'}")
 
 
+def invalid(error: ValidationError, known: Iterable[str] = (), *, prefix: str = "", depth: int = 1) -> PfedlaError:
+    """Return the first thing that pydantic refuses: its key (`depth` parts), its value, and what it should be."""
+    problems = error.errors()
+    loc, value = problems[0]["loc"][:depth], problems[0]["input"]
+    key = prefix + ".".join(map(str, loc))
+    if problems[0]["type"] == "extra_forbidden":
+        return unknown("key", key, [prefix + name for name in known])
+    # A union ("auto" or a number) reports each of its members.
+    same = [other["msg"] for other in problems if other["loc"][:depth] == loc]
+    messages = dict.fromkeys(message.removeprefix("Input should be ").lower() for message in same)
+    return PfedlaError(f"{key} = {shown(value)} is not possible: it should be {' or '.join(messages)}")
+
+
 def shown(value: object) -> str:
     """Return a value as it is quoted in an error: cut where it is long or deep."""
     short = reprlib.Repr()
@@ -44,9 +59,7 @@ def shown(value: object) -> str:
     return short.repr(value)
 
 
-def check_affordable(what: str, numbers: int, instead: str = "", instead_numbers: int = 0) -> None:
-    """Refuse what would take too much memory (float32) before it is allocated; say what fits `instead`."""
+def check_affordable(what: str, numbers: int, hint: str = "") -> None:
+    """Refuse what would take too much memory (float32) before it is allocated."""
     if 4 * numbers > AFFORDABLE:
-        fits = instead and 4 * instead_numbers <= AFFORDABLE
-        hint = f"; {instead} takes {4 * instead_numbers / 2**30:.1f} GiB" if fits else ""
         raise PfedlaError(f"{what} would take {4 * numbers >> 30:,} GiB, more than {AFFORDABLE >> 30}{hint}")

@@ -12,36 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pfedla.core.contracts import (
-    Algorithm,
-    Answer,
-    ClientMetrics,
-    Cohort,
-    Engine,
-    Failure,
-    Payload,
-    ServerState,
-    generator,
-)
+from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
 
 NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
 MASK = "the mask of sent layers"
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 MIB = 2**20
-Evaluated = tuple[ClientMetrics, dict[int, Failure], int]  # metrics, failures by client, bytes
+Evaluated = tuple[ClientMetrics, dict[int, Failure]]  # metrics, and failures by client
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes so far: the tensors of the sent layers, and the extras. Evaluation is counted apart."""
+    """Bytes that training has sent so far: the tensors of the sent layers, and the extras."""
 
     down_bytes: int = 0
     up_bytes: int = 0
-    evaluation_bytes: int = 0
 
-    def plus(self, *, down: int = 0, up: int = 0, evaluation: int = 0) -> "Traffic":
-        return Traffic(self.down_bytes + down, self.up_bytes + up, self.evaluation_bytes + evaluation)
+    def plus(self, *, down: int, up: int) -> "Traffic":
+        return Traffic(self.down_bytes + down, self.up_bytes + up)
 
 
 class Round(NamedTuple):
@@ -54,24 +43,8 @@ class Round(NamedTuple):
     evaluation: ClientMetrics | None  # the personal models of all clients, if this round was evaluated
     evaluation_failures: dict[int, Failure]  # by client
     traffic: Traffic  # so far
-    evaluation_bytes: int  # of the traffic, what evaluating this round took
     seconds: dict[str, float]  # by phase, this round
     server: ServerState  # valid until the next round, which may write into it
-
-
-def sample_cohort(num_examples: Tensor, round: int, participation: float, seed: int) -> Cohort:
-    """Draw a random share of the clients, at least one, in ascending order."""
-    order = torch.randperm(len(num_examples), generator=generator(seed, "cohort", round))
-    ids = order[: num_participants(len(num_examples), participation)].sort().values
-    return everyone(num_examples, round, seed).only(ids)
-
-
-def num_participants(num_clients: int, participation: float) -> int:
-    return max(1, int(participation * num_clients + 0.5))
-
-
-def everyone(num_examples: Tensor, round: int, seed: int) -> Cohort:
-    return Cohort(round=round, seed=seed, ids=torch.arange(len(num_examples)), num_examples=num_examples)
 
 
 @contextmanager
@@ -99,7 +72,7 @@ def run_rounds(
     for number in rounds:
         seconds = dict.fromkeys(("train", "server", "evaluate"), 0.0)
         with timed(seconds, "server"):
-            cohort = sample_cohort(num_examples, number, participation, seed)
+            cohort = Cohort.sample(num_examples, number, participation, seed)
             downloads = algorithm.download(server, cohort)
         with timed(seconds, "train"):
             answers = engine.train(cohort, downloads)
@@ -109,12 +82,12 @@ def run_rounds(
             if len(accepted.cohort.ids):
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
             engine.commit(accepted.cohort.ids)
-        evaluation, evaluation_failures, evaluation_bytes = None, dict[int, Failure](), 0
+        evaluation, evaluation_failures = None, dict[int, Failure]()
         if number % evaluate_every == 0 or number == rounds.stop - 1:
             with timed(seconds, "evaluate"):
-                following = everyone(num_examples, number + 1, seed)
-                evaluation, evaluation_failures, evaluation_bytes = evaluate_all(algorithm, engine, server, following)
-        traffic = traffic.plus(down=down, up=accepted.num_bytes, evaluation=evaluation_bytes)
+                following = Cohort.everyone(num_examples, number + 1, seed)
+                evaluation, evaluation_failures = evaluate_all(algorithm, engine, server, following)
+        traffic = traffic.plus(down=down, up=accepted.num_bytes)
         yield Round(
             round=number,
             cohort=accepted.cohort,
@@ -125,7 +98,6 @@ def run_rounds(
             evaluation=evaluation,
             evaluation_failures=evaluation_failures,
             traffic=traffic,
-            evaluation_bytes=evaluation_bytes,
             seconds=seconds,
             server=server,
         )
@@ -140,13 +112,12 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
 
 def evaluate_all(algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort) -> Evaluated:
     """Test the personal models that the cohort would get now."""
-    parts, failures, num_bytes = list[ClientMetrics](), dict[int, Failure](), 0
+    parts, failures = list[ClientMetrics](), dict[int, Failure]()
     for chunk, downloads in in_chunks(algorithm, server, cohort):
-        num_bytes += int(payload_bytes(downloads, algorithm.task.layers).sum())
         metrics, failed = engine.evaluate(chunk, downloads)
         parts.append(metrics)
         failures |= failed
-    return ClientMetrics(*map(torch.cat, zip(*parts, strict=True))), failures, num_bytes
+    return ClientMetrics(*map(torch.cat, zip(*parts, strict=True))), failures
 
 
 def summarise(accuracies: Tensor) -> dict[str, Any]:
@@ -218,10 +189,7 @@ def accept(
     uploads = Payload(stack([one.tensors for one in came]), sent, extras=stack([one.extras for one in came]))
     losses = torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0)
     metrics = torch.tensor([(answer.accuracy, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
-    tests = ClientMetrics(*metrics.T)
-    accepted = Accepted(
-        cohort.only(rows), downloads, uploads=uploads, training_loss=losses, after_training=tests, num_bytes=num_bytes
-    )
+    accepted = Accepted(cohort.only(rows), downloads, uploads, losses, ClientMetrics(*metrics.T), num_bytes=num_bytes)
     return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
 
 
@@ -277,13 +245,6 @@ def update_norm(upload: Payload, start: Params) -> float:
 
 
 def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
-    """Return the norms longer than `bound` medians, as multiples of the median."""
-    left, too_long = sorted(norms, key=lambda row: (norms[row], row)), dict[int, float]()
-    while len(left) > 1:
-        # Without the longest, again and again: so the median does not depend on the outliers.
-        median = statistics.median(norms[row] for row in left)
-        if not norms[left[-1]] > bound * median > 0:  # a median of zero measures nothing
-            break
-        row = left.pop()
-        too_long[row] = norms[row] / median
-    return too_long
+    """Return the norms longer than `bound` medians, as multiples of the median; a median of zero measures nothing."""
+    median = statistics.median(norms.values()) if norms else 0.0
+    return {row: norm / median for row, norm in norms.items() if norm > bound * median > 0}

@@ -1,8 +1,4 @@
-"""The base of every settings section, the kinds of numbers, and the sections that the core reads.
-
-A setting is declared once: type, bounds, default, and the docstring below it as description. The file, `simulate`, the
-command line, a deployment and docs/experiment-file.md are made from it. Imports no torch.
-"""
+"""Settings: each is declared once, with type, bounds, default and description, and all else is made from it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,4 @@
-"""What every data set is: plain arrays, checked; and the files they come in: npz, IDX (MNIST and others), CIFAR's.
-
-Nothing is unpickled, and nothing is allocated that the file does not hold.
-"""
+"""Data sets are plain arrays, checked. Of their files nothing is unpickled, and no more is allocated than they hold."""
 
 import gzip
 import math

@@ -210,14 +210,9 @@ def split_statistics(counts: Array) -> dict[str, Any]:
     totals = counts.sum(1)
     shares = totals / totals.sum(1, keepdims=True)
     logarithms = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
-    spreads = {
-        "training_examples": counts[:, 0].sum(1),
-        "test_examples": counts[:, 1].sum(1),
-        "classes_per_client": (totals > 0).sum(1),
-        "label_entropy_bits": -(shares * logarithms).sum(1) + 0.0,  # 0 for a single class, and not minus zero
-    }
+    entropy = -(shares * logarithms).sum(1) + 0.0  # 0 for a single class, and not minus zero
     found: dict[str, Any] = {}
-    for key, values in spreads.items():
+    for key, values in {"classes_per_client": (totals > 0).sum(1), "label_entropy_bits": entropy}.items():
         found[key] = {"mean": float(values.mean()), "min": values.min().item(), "max": values.max().item()}
     # The mean total variation distance between two clients: 0 same labels, 1 no class in common.
     distance = sum(float(np.abs(shares[i + 1 :] - shares[i]).sum()) / 2 for i in range(len(shares)))
@@ -325,10 +320,8 @@ def round_shares(shares: Array, total: int) -> Array:
 
 
 def round_table(exact: Array, totals: Array | None = None) -> Array:
-    """Round a table: its rows sum to `totals` (else to their own sums), its columns to theirs within one if possible.
-
-    Rounding row by row would favour the same columns in every row: of a hundred classes, some would never be tested.
-    """
+    """Round a table: its rows sum to `totals` (else to their own sums), columns to theirs within one if possible."""
+    # Rounding row by row would favour the same columns in every row: of a hundred classes, some would never be tested.
     sums = exact.sum(1)
     totals = np.round(sums).astype(np.int64) if totals is None else totals
     counts: Array = np.floor(exact + EPSILON).astype(np.int64)

@@ -18,6 +18,7 @@ from pfedla.data.federation import Examples, Outline
 
 Test = tuple[float, float]  # accuracy, mean loss
 Outcome = tuple[ClientState, Answer]
+Split = tuple[Examples, Examples]  # training and test examples
 RECALIBRATION_EXAMPLES = 2048
 
 
@@ -81,13 +82,11 @@ class Client:
     def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
         examples, held_out = self._hold_out(cohort.seed, self.algorithm.held_out_share(download))
-        draws, budget = (
-            generator(cohort.seed, "batches", cohort.round, self.number),
-            self.algorithm.training.local_epochs,
-        )
-        order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(budget)])
+        draws = generator(cohort.seed, "batches", cohort.round, self.number)
+        orders = [torch.randperm(len(examples.y), generator=draws) for _ in range(self.algorithm.training.local_epochs)]
+        order = torch.stack(orders)[:epochs].to(self.device)
         (x, y), (held_out_x, held_out_y) = map(self.prepare, (examples, held_out))
-        data = LocalData(x, y, order=order[:epochs].to(self.device), held_out_x=held_out_x, held_out_y=held_out_y)
+        data = LocalData(x, y, order=order, held_out_x=held_out_x, held_out_y=held_out_y)
         return data._replace(has_trained=torch.tensor(self.has_trained, device=self.device))
 
     def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:
@@ -106,9 +105,7 @@ class Client:
         return Examples(self.algorithm.task.lay_out(x), examples.y.to(self.device))
 
 
-def make_client(
-    algorithm: Algorithm, outline: Outline, examples: tuple[Examples, Examples], settings: EngineSettings
-) -> Client:
+def make_client(algorithm: Algorithm, outline: Outline, examples: Split, settings: EngineSettings) -> Client:
     """Return a client whose task is in the form that the engine of the settings runs fastest."""
     device, (train, test) = usable_device(settings.device), examples
     task: Task = algorithm.task.to(device)

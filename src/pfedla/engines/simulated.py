@@ -95,10 +95,9 @@ class SimulatedEngine:
         return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
-        models = self._map("", partial(personalize_group, cohort=cohort), cohort, downloads).values()
-        return [
-            {} if isinstance(one, Failure) else {name: value.cpu() for name, value in one.items()} for one in models
-        ]
+        found = self._map("", partial(personalize_group, cohort=cohort), cohort, downloads)
+        models: list[Params] = [{} if isinstance(one, Failure) else one for one in found.values()]
+        return [{name: value.cpu() for name, value in model.items()} for model in models]
 
     def _map(
         self, reason: str, function: GroupFunction[R], cohort: Cohort, downloads: Payload, *, training: bool = False

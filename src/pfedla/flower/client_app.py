@@ -28,13 +28,11 @@ from pfedla.core.files import read_object, read_tensors, write_tensors, write_te
 from pfedla.core.settings import EngineSettings
 from pfedla.data.dataset import load_arrays
 from pfedla.data.federation import Examples, build_federation, digest_of, federation_of_one
-from pfedla.engines.client import Client, keep_freed_memory, make_client
+from pfedla.engines.client import Client, Split, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer, read_config
 from pfedla.flower.deployment import Deployment
 from pfedla.runs.experiment import SITES
 from pfedla.runs.folder import describe_federation
-
-Split = tuple[Examples, Examples]  # training and test examples
 
 
 class Site:

@@ -1,7 +1,4 @@
-"""Payloads as Flower's records: the tensors of the sent layers only. What comes is checked before it is used.
-
-Flower sends an array in numpy's own format: its numbers behind a header of HEADER_BYTES.
-"""
+"""Payloads as Flower's records: the tensors of the sent layers only. What comes is checked before it is used."""
 
 import io
 from typing import Any
@@ -16,7 +13,7 @@ from pfedla.core.files import read_plain_array
 from pfedla.core.layers import Layers
 from pfedla.core.rounds import check_answer
 
-HEADER_BYTES = 128
+HEADER_BYTES = 128  # of an array: Flower sends it in numpy's own format
 SLACK, MORE = (2**16, 16)  # bytes and arrays beyond the expected that are still read, to name what is wrong with them
 TENSORS, EXTRAS, CONFIG, METRICS = "tensors", "extras", "config", "metrics"
 

@@ -1,8 +1,4 @@
-"""A deployment: an experiment, what the sites' data must look like, and which key belongs to which client.
-
-It travels as Flower's run configuration. Server and sites read the same values, and `flwr run --run-config`
-overrides them.
-"""
+"""A deployment travels as Flower's run configuration: server and sites read the same, `--run-config` overrides it."""
 
 import json
 import tomllib
@@ -16,7 +12,7 @@ from flwr.common.config import unflatten_dict
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from pfedla import __version__
-from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.errors import PfedlaError, invalid
 from pfedla.core.settings import Section
 from pfedla.data.federation import Outline
 from pfedla.runs.build import Built, build_around
@@ -26,23 +22,8 @@ Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 OUTLINE = ("shape", "classes", "mean", "std", "names")
 
 
-class RemoteFederation(Outline):
-    """A federation of sites: a client has no examples until it joins."""
-
-    def __init__(self, deployment: "Deployment") -> None:
-        self.deployment = deployment
-        nobody = torch.zeros(len(deployment.keys), dtype=torch.int64)
-        super().__init__(num_examples=nobody, **{key: getattr(deployment, key) for key in OUTLINE})
-
-    def class_counts(self) -> np.ndarray[Any, Any] | None:
-        return np.array(self.deployment.class_counts) if self.deployment.class_counts else None
-
-    def fingerprint(self) -> str:
-        return self.deployment.fingerprint
-
-
 class Deployment(Section):
-    """An experiment, and [deployment]: what does not belong to it."""
+    """An experiment, what the sites' data must look like, and which key belongs to which client."""
 
     model_config = ConfigDict(strict=False)  # lists become tuples
     experiment: Experiment
@@ -80,9 +61,7 @@ class Deployment(Section):
         try:
             return cls(experiment=Experiment.parse(values), **settings)
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, ("deployment", *problem["loc"])))
-            raise PfedlaError(f"{where} = {shown(problem['input'])} is not possible: {problem['msg']}") from None
+            raise invalid(error, prefix="deployment.") from None
 
     def build(self) -> Built:
         """Return the method and a federation that nobody has joined; refuse what a deployment cannot do."""
@@ -92,4 +71,7 @@ class Deployment(Section):
             raise PfedlaError("checkpoint.rounds must be 1 in a deployment: sites keep only their last states")
         if self.version != __version__:
             raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {self.version}")
-        return build_around(self.experiment, RemoteFederation(self))
+        nobody = torch.zeros(len(self.keys), dtype=torch.int64)  # a client has no examples until it joins
+        known: dict[str, Any] = {key: getattr(self, key) for key in OUTLINE} | {"known_fingerprint": self.fingerprint}
+        known["known_counts"] = np.array(self.class_counts) if self.class_counts else None
+        return build_around(self.experiment, Outline(num_examples=nobody, **known))

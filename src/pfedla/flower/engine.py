@@ -183,11 +183,8 @@ class FlowerEngine:
         return replies
 
     def _pull(self, message: str) -> Reply | None:
-        """Return the reply to one message, if it has come.
-
-        Flower forgets what it hands out, so an unreadable reply would take the others of its pull along.
-        """
-        try:
+        """Return the reply to one message, if it has come."""
+        try:  # one by one: Flower forgets what it hands out, so an unreadable reply would take others along
             for reply in self.grid.pull_messages([message]):
                 if reply.has_error():
                     reason = NO_ANSWER.reason if reply.error.code in GONE else "raised"

@@ -94,10 +94,7 @@ class LocalFederation:
         return told
 
     def stop(self, name: str, *, kill: bool = False) -> None:
-        """End a process and everything it has started: at once, or after time to end by itself.
-
-        Flower starts its helpers in sessions of their own, so no signal reaches all of them.
-        """
+        """End a process and all it has started (in sessions of their own): at once, or after time to end by itself."""
         process = self.processes.pop(name)
         with suppress(psutil.NoSuchProcess):
             family = [*process.children(recursive=True), process]  # a dead process has no children any more
@@ -144,10 +141,7 @@ def collect_models(folder: Path, run_folder: Path) -> None:
 def run_locally(
     folder: Path, clients: int, run_folder: Path, display: Display, interruption: Interruption, **config: Any
 ) -> None:
-    """Start everything, run, stop everything; leave the run folder as after a simulation.
-
-    Show the server's lines as they come, and the last evaluated round of rounds.jsonl.
-    """
+    """Start everything, run, show the server's lines, stop everything; leave the run folder of a simulation."""
     display.say(f"starting a SuperLink and {clients} SuperNodes on loopback; their logs: {folder / 'logs'}")
     federation, end = LocalFederation(folder, clients), beside(run_folder, END)
     interruption.at_once = lambda: federation.close(kill=True)

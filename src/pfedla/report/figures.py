@@ -12,7 +12,6 @@ from pfedla.report.tables import Row, shorten, where
 
 Size = tuple[float, float]  # width and height in inches
 FORMATS = (".png", ".pdf", ".svg")
-BUBBLES = 600  # more clients x classes than this are drawn as a heat map
 
 
 def panels(count: int, size: Size, *, most: int = 10, margin: Size = (0, 0), **options: Any) -> Any:
@@ -158,12 +157,12 @@ def draw_federation(federation: Values, name: str, path: Path) -> Path:
     below = 0.5 if longest <= 3 else 0.5 + 0.075 * longest  # inches below the axis for the names of the classes
     tall, wide = np.clip(0.27 * clients, 1.6, 14) + 0.9 + below, np.clip(0.42 * classes + 2.2, 4.5, 15)
     figure, (by_class, sizes) = panels(2, ((wide + 2.4) / 2, tall), sharey=True, width_ratios=(wide, 2.2))
-    key = _draw_classes(figure, by_class, train + test)
+    _draw_classes(figure, by_class, train + test)
     _label(by_class.yaxis, [shorten(client) for client in federation["clients"]], most=60)
     _label(by_class.xaxis, labels, most=110)
     by_class.tick_params(labelsize=8)
     by_class.tick_params(axis="x", rotation=0 if longest <= 3 else 90, labelsize=8 if classes <= 60 else 6)
-    by_class.set(xlabel=f"class ({key})", ylabel="client", ylim=(clients - 0.4, -0.6))
+    by_class.set(xlabel="class (white: none)", ylabel="client", ylim=(clients - 0.5, -0.5))
     sizes.barh(np.arange(clients), train.sum(1), color="C0", label="training")
     sizes.barh(np.arange(clients), test.sum(1), left=train.sum(1), color="C1", label="test")
     sizes.set(xlabel="examples")
@@ -174,22 +173,12 @@ def draw_federation(federation: Values, name: str, path: Path) -> Path:
     return save(figure, path)
 
 
-def _draw_classes(figure: Any, axis: Any, totals: Array) -> str:
-    """Draw bubbles, or a heat map where there are many; return what the marks mean."""
+def _draw_classes(figure: Any, axis: Any, totals: Array) -> None:
     clients, classes = totals.shape
-    if totals.size > BUBBLES:
-        some = np.where(totals, totals, np.nan)
-        image = axis.imshow(some, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
-        figure.colorbar(image, ax=axis, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
-        axis.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
-        return "white: none"
-    client, label = np.nonzero(totals)
-    areas = 260 * totals[client, label] / totals.max()  # the largest bubble fills its cell
-    axis.scatter(label, client, s=areas, c=label % 10, cmap="tab10", vmin=0, vmax=9, alpha=0.85, linewidths=0)
-    axis.set_xlim(-0.6, classes - 0.4)
-    axis.set_axisbelow(True)
-    axis.grid(alpha=0.25)
-    return f"area: number of examples, largest {totals.max()}"
+    some = np.where(totals, totals, np.nan)
+    image = axis.imshow(some, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    figure.colorbar(image, ax=axis, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
+    axis.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
 
 
 def _label(axis: Any, names: list[str], most: int) -> None:

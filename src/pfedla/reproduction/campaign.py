@@ -1,7 +1,4 @@
-"""A table or figure of the paper as data, and the runs that it is made of.
-
-experiments/<name>/grid.toml says which cells there are. Those that are missing are run; results.json keeps all.
-"""
+"""The runs that a table or figure of the paper is made of (grid.toml), and results.json, which keeps their numbers."""
 
 import hashlib
 import json

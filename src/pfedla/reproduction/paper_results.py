@@ -152,19 +152,12 @@ def to_csv(summary: Summary, paper: Paper) -> str:
 
 
 def to_latex(summary: Summary, paper: Paper) -> str:
-    """Return a booktabs table: ours, and the paper's in small print."""
-    entries = collect_rows(summary)
-    lines = [["", *entries], *([row] for row in summary["rows"])]
-    for column, rows in entries.items():
-        best = rank(rows.values()).best
-        for line in lines[1:]:
-            theirs = show_paper(paper.get(column, {}).get(line[0], {}))
-            small = "" if theirs == "–" else rf" {{\scriptsize({theirs})}}"
-            line.append(show_row(rows[line[0]], best) + small)
+    """Return the main table with booktabs."""
+    lines = tabulate(summary, paper)
     text = re.sub("([%&_#])", r"\\\1", "\n".join("\t".join(line) for line in lines))
     text = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text).replace("±", r"$\pm$").replace("–", "--")
     header, *body = [line.replace("\t", " & ") + r" \\" for line in text.split("\n")]
-    begin = r"\begin{tabular}{l" + "c" * len(entries) + "}"
+    begin = r"\begin{tabular}{l" + "c" * (len(lines[0]) - 1) + "}"
     return "\n".join([begin, r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])
 
 

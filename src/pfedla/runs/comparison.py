@@ -36,10 +36,7 @@ class ComparisonPlan(NamedTuple):
 def plan_comparison(
     values: Mapping[str, Any], names: list[str], seeds: list[int], out: Path | None = None, *, resume: bool = False
 ) -> ComparisonPlan:
-    """Make one experiment per algorithm and seed. Without `out` the folder is new, or with `resume` the last there is.
-
-    Options in [algorithm] go to every method that has them, those in [pfedla] to pfedla alone.
-    """
+    """Make one experiment per algorithm and seed. [algorithm] is for all that have its options, [pfedla] for pfedla."""
     sections = {key: values.get(key, {}) for key in ("algorithm", *ALGORITHMS)}
     for key, section in sections.items():
         if not isinstance(section, Mapping):
@@ -68,10 +65,7 @@ def plan_comparison(
 
 
 def compare(plan: ComparisonPlan, display: Display | None = None, *, resume: bool = False, **options: Any) -> list[Row]:
-    """Run every algorithm on every seed; leave a folder with their runs, one table and one picture.
-
-    With `resume`, finished runs in the folder are kept and an unfinished one is resumed. `options` are those of `Run`.
-    """
+    """Run or resume every algorithm on every seed; leave their runs, a table and a picture. `options` as in `Run`."""
     root, display = plan.folder, display or Display(plan.total_rounds, quiet=True)
     if not (resume and root.is_dir()):
         new_folder(root)

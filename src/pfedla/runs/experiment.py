@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from pfedla.core import settings
-from pfedla.core.errors import PfedlaError, shown, unknown
+from pfedla.core.errors import PfedlaError, invalid, shown
 from pfedla.core.settings import AUTO, Option, Positive, Section
 from pfedla.data.partition import Data
 
@@ -62,7 +62,9 @@ class Experiment(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise PfedlaError(_explain(error)) from None
+            section, *inner = map(str, error.errors()[0]["loc"])
+            known = cls().model_dump()
+            raise invalid(error, [f"{section}.{one}" for one in known[section]] if inner else known, depth=2) from None
 
     def to_toml(self) -> str:
         """Return the whole experiment; what is still "auto" is not used and left out."""
@@ -123,19 +125,6 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _drop_removed(section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value not in REMOVED.get(key, ())}
-
-
-def _explain(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    section, *inner = (str(part) for part in problem["loc"][:2])
-    key = ".".join([section, *inner])
-    if problem["type"] == "extra_forbidden":
-        known = Experiment().model_dump()
-        return str(unknown("key", key, [f"{section}.{one}" for one in known[section]] if inner else known))
-    # A union ("auto" or a number) reports each of its members.
-    same_key = [other for other in error.errors() if other["loc"][:2] == problem["loc"][:2]]
-    messages = dict.fromkeys(other["msg"].removeprefix("Input should be ").lower() for other in same_key)
-    return f"{key} = {shown(problem['input'])} is not possible: it should be {' or '.join(messages)}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A client that joins after the run gets a personal model from the server's state and changes nobody else's.
 
-It gets a row in a copy of the state (`Algorithm.admit`) and runs a few rounds there as a cohort of its own. Its row and
-its private state are learned; everything else stays as it was, bit for bit.
+It gets a row in a copy of the state (`Algorithm.admit`) and runs a few rounds there, as a cohort of its own.
 """
 
 import json
@@ -96,7 +95,7 @@ def _protect_others(method: Algorithm, server: ServerState, admitted: ServerStat
 
 
 def _evaluate(method: Algorithm, engine: SimulatedEngine, server: ServerState, cohort: Cohort) -> float:
-    metrics, failures, _ = evaluate_all(method, engine, server, cohort)
+    metrics, failures = evaluate_all(method, engine, server, cohort)
     _check_client(failures)
     return metrics.accuracy.item()
 

@@ -50,10 +50,7 @@ class Simulation:
         return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
 
     def personal_model(self, client: int) -> nn.Module:
-        """Return the model this client would deploy: a copy of your module with its tensors, in eval mode.
-
-        It takes what it was trained on: uint8 images go through `Federation.normalise` first.
-        """
+        """Return the model this client would deploy, in eval mode; uint8 images go through `Federation.normalise`."""
         if not 0 <= client < len(self.models):
             raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
         return load_tensors(self.algorithm.task.module, self.models[client])

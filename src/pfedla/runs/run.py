@@ -11,10 +11,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from pfedla.core.contracts import ClientMetrics, Engine, Failure, Params
+from pfedla.core.contracts import ClientMetrics, Cohort, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
-from pfedla.core.rounds import Round, evaluate_all, everyone, finite_mean, in_chunks, run_rounds, summarise, timed
+from pfedla.core.rounds import Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
 from pfedla.report.figures import draw_run
@@ -49,7 +49,6 @@ class Run:
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
         self.simulation: Simulation | None = None  # the same for Python
         self._evaluation: ClientMetrics | None = None  # of the last round
-        self._evaluation_bytes = 0
         num_clients = len(built.federation)
         self._snapshots = plan_snapshots(self.algorithm, num_clients, self.experiment.rounds)
         self.honest = torch.ones(num_clients, dtype=torch.bool)
@@ -129,11 +128,8 @@ class Run:
 
     def _advance(self, round: Round) -> None:
         state = self.state
-        state.round, state.server = round.round, round.server
-        self._evaluation, self._evaluation_bytes = round.evaluation, round.evaluation_bytes
-        # The last round is always evaluated. A longer run would not have evaluated it out of turn: not counted here.
-        out_of_turn = round.round % self.experiment.evaluate_every
-        state.traffic = round.traffic.plus(evaluation=-round.evaluation_bytes if out_of_turn else 0)
+        state.round, state.server, state.traffic = round.round, round.server, round.traffic
+        self._evaluation = round.evaluation
         for client, accuracy in zip(round.cohort.ids.tolist(), round.after_training.accuracy.tolist(), strict=True):
             state.after_training[client] = accuracy
         state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
@@ -217,21 +213,19 @@ class Run:
 
     def _conclude(self) -> Simulation:
         state, rounds = self.state, self.experiment.rounds
-        cohort = everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
+        cohort = Cohort.everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
         if self._evaluation is None:  # all rounds had been run before
-            evaluated = evaluate_all(self.algorithm, self.engine, state.server, cohort)
-            self._evaluation, failures, self._evaluation_bytes = evaluated
+            self._evaluation, failures = evaluate_all(self.algorithm, self.engine, state.server, cohort)
             self._check({}, self._evaluation, failures)
         models: list[Params] = []
         for chunk, downloads in in_chunks(self.algorithm, state.server, cohort):
             models += self.engine.personal_models(chunk, downloads)
-        out_of_turn = rounds % self.experiment.evaluate_every  # not counted by `_advance`
         after_training = [math.nan if value is None else value for value in state.after_training]
         return Simulation(
             algorithm=self.algorithm,
             **self._evaluation._asdict(),
             accuracy_after_training=torch.tensor(after_training, dtype=torch.float64),
-            traffic=state.traffic.plus(evaluation=self._evaluation_bytes if out_of_turn else 0),
+            traffic=state.traffic,
             alphas=torch.stack(state.alphas) if state.alphas else None,
             models=models,
             **state.model_dump(include={"failures", "seconds", "alpha_rounds"}),
@@ -239,10 +233,7 @@ class Run:
 
 
 def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
-    """Run an experiment; return its run folder. With `resume`, continue the run in `out` if there is one.
-
-    `track` names experiment trackers that get every round too: tensorboard, mlflow, wandb.
-    """
+    """Run an experiment, or resume the one in `out`; return its folder. `track`: tensorboard, mlflow, wandb."""
     trackers, built = check_trackers(track), build(experiment)
     folder = RunFolder(out or number_folder(RUNS / folder_name(built.experiment)), resume=resume)
     Run(built, folder, track=trackers).complete()

@@ -16,7 +16,7 @@ from pfedla.report.reading import flatten, read_experiment, read_rounds
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
 MEASURES = ["accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds", "traffic"]
-MEASURES += ["down_bytes", "up_bytes", "evaluation_bytes", "refused_uploads"]  # metrics in rounds.jsonl, result.json
+MEASURES += ["down_bytes", "up_bytes", "refused_uploads"]  # metrics in rounds.jsonl and result.json
 
 
 def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
