@@ -222,7 +222,7 @@ def test_a_table_shows_seeds_the_papers_number_and_what_was_not_run() -> None:
     ]
     assert paper_results.tabulate_differences(summary) == [["", "A"], ["x_1", "first"], ["y", "+4.00 (1)"]]
     latex = paper_results.to_latex(summary, paper)
-    assert r"x\_1 & 55.00 $\pm$ 7.07 (2) {\scriptsize(55.50 $\pm$ 0.25)} & -- \\" in latex
+    assert r"x\_1 & 55.00 $\pm$ 7.07 (2) & 55.50 $\pm$ 0.25 & -- \\" in latex
     lines = paper_results.to_csv(summary, paper).splitlines()
     assert lines[1] == "A,x_1,2,55.0,7.0711,3.0,0.0,0.0,2,55.5,0.25,,"
     assert lines[3] == "B,x_1,0,,,,,,,,,,it does not work"

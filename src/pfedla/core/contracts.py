@@ -113,8 +113,8 @@ class Failure(NamedTuple):
 class Algorithm(Section, ABC):
     """Both sides of a method in one class. Its fields beside `task` and `training` are the hyper-parameters.
 
-    An author writes six functions: three of the server, on values stacked over the cohort, and three of one client. Only
-    some methods need those after them. State goes in and comes out, none is kept in `self`: so a checkpoint is two values.
+    An author writes six functions: three of the server, on values stacked over the cohort, and three of one client. The
+    rest is optional. State goes in and comes out, none is kept in `self`, so that two values are a checkpoint.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)  # strict and frozen, as all settings

@@ -253,6 +253,7 @@ class Checkpoints:
             if content["sha256"] != _digest(stored) or stored.pop("format") not in (1, FORMAT):
                 raise ValueError("its content does not match its checksum")
             experiment, tensors_sha256 = stored.pop("experiment"), stored.pop("tensors_sha256")
+            stored["traffic"].pop("evaluation_bytes", None)  # of an older version
             state = RunState.model_validate({**stored, "server": {}})
             if (state.round, len(state.after_training)) != (round, len(fresh.after_training)):
                 raise ValueError(f"it is of round {state.round} and of {len(state.after_training)} clients")
