@@ -256,3 +256,11 @@ def test_statistics_by_hand() -> None:
     assert numbers["mean_pairwise_distance"] == pytest.approx((0.75 + 0.75 + 1) / 3)
     assert numbers["classes_per_client"] == {"mean": 2.0, "min": 1, "max": 4}
     assert split_statistics(np.ones((1, 2, 3), int))["mean_pairwise_distance"] == 0
+
+
+def test_a_smaller_beta_is_more_heterogeneous() -> None:
+    hows = [{"samples_per_client": 500, "beta": beta} for beta in (0.1, 0.5, 5.0, 500.0)]
+    counts = [split(numbered(10, 1000), "dirichlet", **how).class_counts() for how in hows]
+    distances = [split_statistics(one)["mean_pairwise_distance"] for one in counts]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] > 0.7 > 0.1 > distances[-1]

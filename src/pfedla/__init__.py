@@ -1,7 +1,4 @@
-"""pFedLA: personalised federated learning that learns how much of each layer to borrow from whom.
-
-Public names are loaded when first used, so that `import pfedla` and `pfedla --help` stay quick.
-"""
+"""Personalised federated learning that learns how much of each layer to borrow from whom."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0.dev0"
 __all__ = ["Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Run"]
 __all__ += ["Simulation", "__version__", "federation_of", "layer_gradient", "mix", "run", "simulate", "task_of"]
-# Where they are; the modules without torch come first.
+# Where they are: loaded when first used, so that `import pfedla` and `pfedla --help` stay quick; without torch first.
 _HOMES = ["core.errors", "core.settings", "runs.experiment", "core.layers", "core.tasks", "data.federation"]
 _HOMES += ["algorithms.pfedla", "runs.result", "runs.run"]
 
