@@ -87,6 +87,7 @@ def assert_ends_equal(one: Any, other: Any) -> None:
         assert_same(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*methods(variants=True), "pfedla/vectorized"])
 def test_save_load_continue_is_a_straight_run(case: str, tmp_path: Path) -> None:
     """For every method, with clients that drop out or send nonsense; stopped once after a round and once within one."""

@@ -153,6 +153,7 @@ def test_quiet_is_quiet_and_json_is_json(pfedla) -> None:
     assert None not in result["accuracy"]["per_client"]
 
 
+@pytest.mark.slow
 def test_an_existing_folder_is_never_overwritten(pfedla, tmp_path: Path) -> None:
     assert pfedla("run", *QUICK, "--out", "mine", "-q")[0] == 0
     before = (tmp_path / "mine" / "result.json").read_bytes()
@@ -176,6 +177,7 @@ def test_own_data_with_clients_and_a_ready_split(pfedla, own_data: Path, tmp_pat
     assert np.sum(federation["test"]) == 30
 
 
+@pytest.mark.slow
 def test_colour_images_get_the_papers_batchnorm_net_and_export(pfedla, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez("photos.npz", x=rng.integers(0, 256, (60, 16, 16, 3), np.uint8), y=np.arange(60) % 3)

@@ -21,6 +21,7 @@ def test_list(pfedla, monkeypatch, tmp_path: Path) -> None:
     assert (listed["datasets"]["digits"]["here"], listed["datasets"]["cifar10"]["here"]) == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["classes", "dominant", "dirichlet", "shards", "iid", "twins", "chain", "toy"])
 def test_show(pfedla, tmp_path: Path, partition: str) -> None:
     code, _, err = pfedla("data", "show", "--partition", partition)

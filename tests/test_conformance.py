@@ -81,6 +81,7 @@ def test_vectorized_equals_threaded(name: str, batch_norm: bool, federation: Fed
     ends_equal(reference(name, batch_norm), vectorized, tolerance=TOLERANCES.get(name, 1e-5))
 
 
+@pytest.mark.slow
 @EACH
 def test_another_seed_gives_other_numbers(name: str, federation: Federation) -> None:
     other, _ = play(make(name, batch_norm=None), federation, participation=0.5, rounds=range(1, 2), seed=1)
@@ -305,6 +306,7 @@ class OddNet(nn.Module):
 FROZEN = {"backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias"}
 
 
+@pytest.mark.slow
 @EACH
 def test_frozen_scalar_and_bfloat16_parameters(name: str, federation: Federation) -> None:
     """Both engines agree, a frozen tensor is nowhere but in the task, the others keep their dtypes."""

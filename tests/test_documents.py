@@ -101,6 +101,7 @@ def registries() -> Iterator[None]:
         registry.update(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorials_run_from_top_to_bottom(pfedla, registries, page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "tutorial"}

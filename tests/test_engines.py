@@ -65,6 +65,7 @@ def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: p
         resolve_engine(EngineSettings(compile=True), module)
 
 
+@pytest.mark.slow
 def test_compiled_training_is_the_plain_one_for_any_number_of_threads() -> None:
     torch.manual_seed(0)
     module, federation = (nn.Linear(5, 3), federation_of_images((5,), [24, 19, 5, 24]))  # with and without a rest

@@ -120,6 +120,7 @@ def test_a_cifar_file_of_the_published_size_must_have_the_published_checksum() -
         load("cifar10")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "each", "training"),
     [("fashion-mnist", 7_000, 60_000), ("cifar10", 6_000, 50_000), ("cifar100", 600, 50_000)],

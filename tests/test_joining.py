@@ -114,6 +114,7 @@ def test_pfedla_starts_from_the_plain_mean_and_learns_at_once(name: str) -> None
     assert_same(algorithm.task.layers.parameters(own), {key: mean[key] for key in own if key in mean})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [0, 1])
 @pytest.mark.parametrize("form", ["network", "compact"])
 def test_an_unseen_client_finds_the_clients_that_are_like_it(form: str, sign: int) -> None:

@@ -46,6 +46,7 @@ def own_cluster_mass(alpha: torch.Tensor) -> torch.Tensor:
 FORMS = pytest.mark.parametrize(("form", "rate"), [("network", 2.0), ("compact", 40.0)], ids=["network", "compact"])
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_two_clusters_find_each_other(seed: int, form: str, rate: float) -> None:
@@ -71,6 +72,7 @@ def test_the_opposite_sign_of_the_step_would_find_the_other_cluster(form: str, r
     assert own_cluster_mass(algorithm.alpha(played[-1].server)).mean() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ALGORITHMS, "per-fedavg hessian_free"])
 def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     losses = []
@@ -89,6 +91,7 @@ def test_every_method_beats_chance_and_its_first_round(name: str) -> None:
     assert result.accuracy.mean() > 0.5  # three classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_unsampled_client_gets_statistics_from_its_own_training_data(name: str) -> None:
     """A client that never trained has its BatchNorm statistics estimated on a copy; not with "never"."""

@@ -190,6 +190,7 @@ def large(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_hundred_clients_fit(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_page([large], tmp_path / "report.html")
     assert path.stat().st_size < 6e6
@@ -368,6 +369,7 @@ def test_keys_alone_will_do(browser: Any, runs: list[Path], tmp_path: Path) -> N
         assert seen.problems == []
 
 
+@pytest.mark.slow
 def test_a_phone_need_not_scroll_sideways(browser: Any, runs: list[Path], large: Path, tmp_path: Path) -> None:
     for name, shown in (("small", runs), ("large", [large])):
         with Seen(browser, write_page(shown, tmp_path / f"{name}.html").as_uri(), width=375) as seen:
@@ -395,6 +397,7 @@ def test_the_numbers_can_be_taken_away(browser: Any, runs: list[Path], tmp_path:
         assert seen.problems == []
 
 
+@pytest.mark.slow
 def test_watch_shows_a_new_round_within_five_seconds(browser: Any, watched: tuple[Path, int], runs: list[Path]) -> None:
     run, port = watched
     with Seen(browser, f"http://127.0.0.1:{port}/") as seen:

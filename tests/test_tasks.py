@@ -138,6 +138,7 @@ COMPILED = {"pools": (pool, (2, 5, 5)), **{kind: MODULES[kind] for kind in ("fro
 SLOW = {"words", "cnn-bn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else []) for k in COMPILED])
 def test_a_compiled_step_is_the_plain_one(kind: str) -> None:
     torch.manual_seed(0)

@@ -123,6 +123,7 @@ def as_float32(found: Points) -> Points:
     return {name: {step: float(np.float32(v)) for step, v in values.items()} for name, values in found.items()}
 
 
+@pytest.mark.slow
 def test_every_tracker_holds_what_the_folder_holds(pfedla: Callable[..., Any], tmp_path: Path) -> None:
     faults = ("--set", "faults.attack=noise", "--set", "faults.attackers=0.25")
     tested = (*QUICK, "--rounds", 3, "--set", "evaluate_every=2", *faults)
