@@ -144,6 +144,7 @@ def damage(how: str, folder: Path, number: int) -> None:
         shutil.copy(folder / f"round-{number - 1}.safetensors", tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "flipped", "counter", "empty", "gone", "pickle", "another round's"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(how: str, tmp_path: Path) -> None:
     straight = go(tmp_path / "straight")

@@ -193,6 +193,7 @@ def test_colour_images_get_the_papers_batchnorm_net_and_export(pfedla, tmp_path:
     assert program(torch.zeros(4, 3, 16, 16)).isfinite().all()
 
 
+@pytest.mark.slow
 def test_evaluate_gives_the_accuracy_of_the_run(pfedla, own_data: Path) -> None:
     for data in ("digits", own_data):
         run = f"run-{Path(data).stem}"
@@ -278,6 +279,7 @@ def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
     assert pfedla("evaluate", "r", "--client", 0)[0] == 2
 
 
+@pytest.mark.slow
 def test_compare_has_mean_and_std_over_seeds_and_one_picture(pfedla, tmp_path: Path) -> None:
     code, out, err = pfedla("compare", "-a", "local,fedavg,pfedla", "--seeds", "0,1", *QUICK, "--out", "c")
     assert code == 0

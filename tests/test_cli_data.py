@@ -33,6 +33,7 @@ def test_show(pfedla, tmp_path: Path, partition: str) -> None:
     assert (len(content["classes"]), content["leaked_test_share"]) == (9 if partition == "toy" else 10, 0)
 
 
+@pytest.mark.slow
 def test_show_prints_the_classes_of_each_client_and_takes_a_run(pfedla) -> None:
     code, out, err = pfedla("data", "show", "--partition", "chain", "--samples", 40, "--out", "pictures/chain.svg")
     assert (code, "0: 10, 7: 10, 8: 10, 9: 10" in out) == (0, True), err
@@ -69,6 +70,7 @@ def test_refusals(pfedla, monkeypatch, tmp_path: Path) -> None:
             assert (code, key in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_an_overlapping_split_is_named_in_every_result(pfedla, tmp_path: Path) -> None:
     leak = ("--samples", 150, "--set", "data.overlapping=true")
     run = tmp_path / "runs" / "fedavg-digits-classes-overlapping-s0"

@@ -99,6 +99,7 @@ def test_saved_and_loaded_it_continues_like_a_straight_run(name: str, federation
     assert reference(name)[0][-1].traffic == rest[0][-1].traffic
 
 
+@pytest.mark.slow
 @EACH
 def test_a_cohort_of_one(name: str, federation: Federation) -> None:
     algorithm, tolerance = make(name, batch_norm=None), max(1e-5, TOLERANCES.get(name, 0))

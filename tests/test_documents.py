@@ -82,6 +82,7 @@ def test_python_of_the_start_pages(page: str) -> None:
     assert namespace["result"].accuracy.isfinite().all()
 
 
+@pytest.mark.slow
 def test_python_of_the_run_folder(pfedla) -> None:
     """The page has a run on Fashion-MNIST; here it is on digits."""
     pfedla("run", "--rounds", 1, "--local-epochs", 1, "--out", "runs/first", "-q")

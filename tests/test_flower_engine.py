@@ -194,6 +194,7 @@ def test_sites_bring_their_own_data(pixels: bool, tmp_path: Path) -> None:
         evaluate_personal(kept, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "key"), [({"shape": (6,)}, "(6,)"), ({"labels": "abx"}, "'x'"), (None, "--node-config")]
 )

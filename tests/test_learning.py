@@ -155,6 +155,7 @@ def test_batchnorm_and_batches_of_one_are_refused() -> None:
         simulate(toy_federation(), TinyNet(batch_norm=True), batch_size=1)
 
 
+@pytest.mark.slow
 def test_a_broken_model_is_never_right_and_never_kept() -> None:
     """Where training explodes, a client's last sound model stays, and the refusals are counted."""
     for name in ALGORITHMS:

@@ -317,6 +317,7 @@ class Seen:
         return str(self.page.locator("#readout").inner_text())
 
 
+@pytest.mark.slow
 def test_the_page_loads_offline_without_an_error(browser: Any, runs: list[Path], tmp_path: Path) -> None:
     path = write_page(runs, tmp_path / "report.html")
     for scheme, ground in (("light", "rgb(246, 247, 249)"), ("dark", "rgb(16, 21, 28)")):

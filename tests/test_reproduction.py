@@ -286,6 +286,7 @@ class Counting(Display):
         self.begun.append(name)
 
 
+@pytest.mark.slow
 def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     runs, out, cells = tmp_path / "runs", tmp_path / "out" / "table1", list_cells(SMALL)
     display, again = Counting(), Counting()
@@ -357,6 +358,7 @@ def test_reproduce_lists_and_accounts(pfedla) -> None:
         assert (code, key in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.reproduction.campaign.home", lambda: tmp_path / "experiments")
     (tmp_path / "experiments" / "small").mkdir(parents=True)
