@@ -177,7 +177,7 @@ def _draw_classes(figure: Any, axis: Any, totals: Array) -> None:
     clients, classes = totals.shape
     some = np.where(totals, totals, np.nan)
     image = axis.imshow(some, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
-    figure.colorbar(image, ax=axis, shrink=0.7, pad=0.01).ax.set_title("examples", fontsize=8)
+    figure.colorbar(image, ax=axis, shrink=0.8, pad=0.01, label="examples")
     axis.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
 
 
