@@ -64,6 +64,7 @@ class SimulatedEngine:
         first = replace(make_client(algorithm, federation, examples[0], settings), **known)
         self.clients = [replace(first, number=n, train=train, test=test) for n, (train, test) in enumerate(examples)]
         self.algorithm, self.device, self.faults = first.algorithm, first.device, first.faults
+        self._numbers = count_numbers(first) if self.stacks else (0, 0)
         self._pending: dict[int, ClientState] = {}
 
     def train(self, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
@@ -118,7 +119,8 @@ class SimulatedEngine:
 
         groups = [[row] for row in range(len(clients))]
         if self.stacks:
-            groups = group_clients(clients, [client.limit_epochs(cohort) if training else 0 for client in clients])
+            epochs = [client.limit_epochs(cohort) if training else 0 for client in clients]
+            groups = group_clients(clients, epochs, *self._numbers)
         found: dict[int, R | Failure] = {}
         for rows, outcomes in zip(groups, self._pool.map(run, groups), strict=True):
             found.update(zip(rows, outcomes, strict=True))
@@ -153,13 +155,12 @@ def personalize_group(clients: list[Client], downloads: Payload, cohort: Cohort)
     return [client.personalize(downloads.rows(row), cohort) for row, client in enumerate(clients)]
 
 
-def group_clients(clients: list[Client], epochs: list[int]) -> list[list[int]]:
+def group_clients(clients: list[Client], epochs: list[int], per_model: int, per_example: int) -> list[list[int]]:
     """Return the positions of the clients that stack: equal sizes and epochs, as many as fit in memory."""
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for position, client in enumerate(clients):
         groups[len(client.train.y), len(client.test.y), epochs[position]].append(position)
     parts: list[list[int]] = []
-    per_model, per_example = count_numbers(clients[0]) if clients else (0, 0)
     for (train, test, _), positions in groups.items():
         # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
         batch = max(min(clients[0].algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))

@@ -123,7 +123,7 @@ def _load_test_split(personal: PersonalModel) -> Examples:
 
 
 def load_unseen(path: Path, experiment: Experiment, known: FederationFile) -> tuple[Federation, str]:
-    """Return a federation of the one client in a filed as the run's, and how its examples are split."""
+    """Return a federation of the one client in a file, normalised as the run's, and how its examples are split."""
     if str(path.resolve()) in (experiment.data.dataset, known.subset):
         raise PfedlaError(f"{path}: the run is made of these examples; an unseen client brings its own")
     dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="the run")
