@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.optimizers import check_plain
 from pfedla.core.settings import AUTO, Auto, Chance, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
@@ -23,6 +24,9 @@ class APFL(PartialFedAvg):
     """Whether each client learns its α."""
     mixing_lr: Rate | Auto = AUTO
     """Learning rate of α. auto: the local learning rate."""
+
+    def check(self, num_clients: int) -> None:
+        check_plain(self.name, self.training)
 
     def init_client(self) -> ClientState:
         initial = self.task.initial()

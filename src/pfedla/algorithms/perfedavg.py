@@ -6,6 +6,7 @@ from torch import Tensor
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.core.layers import finite_or, weighted_mean
+from pfedla.core.optimizers import check_plain
 from pfedla.core.settings import AUTO, Auto, Factor, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
@@ -25,6 +26,9 @@ class PerFedAvg(PartialFedAvg):
     """δ, the length of these differences."""
     weighted: bool = False
     """Whether the server weights clients by their number of examples; the paper takes the plain mean."""
+
+    def check(self, num_clients: int) -> None:
+        check_plain(self.name, self.training)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)

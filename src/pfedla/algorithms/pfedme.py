@@ -6,6 +6,7 @@ import torch
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
+from pfedla.core.optimizers import check_plain
 from pfedla.core.settings import Positive, Rate
 from pfedla.core.training import batches
 
@@ -29,6 +30,7 @@ class PFedMe(PartialFedAvg):
     """Whether a client makes as many gradient steps as in other methods, or else K times as many."""
 
     def check(self, num_clients: int) -> None:
+        check_plain(self.name, self.training)
         check_pull(self.penalty, self.eta, rate="eta")  # w_i would jump past θ
         check_pull(self.penalty, self.personal_lr, rate="personal_lr", below=2)  # θ would diverge
 

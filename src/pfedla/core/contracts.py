@@ -13,6 +13,7 @@ from pfedla.core.layers import Layers
 from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
 from pfedla.core.settings import Section, Training
 from pfedla.core.tasks import Task as Task
+from pfedla.core.trees import Tree
 
 ServerState = dict[str, Params]  # named groups of tensors
 ClientState = Params  # one client's private tensors: statistics, retained layers
@@ -72,10 +73,10 @@ class Payload(NamedTuple):
 class LocalData(NamedTuple):
     """One client's training data. Batches are slices of `order[epoch]`, never padded: that would spoil BatchNorm."""
 
-    x: Tensor = torch.empty(0)
+    x: Tree = torch.empty(0)
     y: Tensor = torch.empty(0)
     order: Tensor = torch.empty(0)  # [epochs, examples]
-    held_out_x: Tensor = torch.empty(0)  # of the training data, the same in every round; see held_out_share
+    held_out_x: Tree = torch.empty(0)  # of the training data, the same in every round; see held_out_share
     held_out_y: Tensor = torch.empty(0)
     has_trained: Tensor = torch.tensor(False)  # whether an upload of this client has been accepted before
 
@@ -90,8 +91,9 @@ class LocalResult(NamedTuple):
 class ClientMetrics(NamedTuple):
     """Per client, in the order of the cohort; nan for a client without a value."""
 
-    accuracy: Tensor
+    score: Tensor  # the headline metric of the task
     loss: Tensor
+    others: Params = {}  # noqa: RUF012 (never written into). Every metric of the task, where they were asked for
 
 
 class Answer(NamedTuple):
@@ -99,7 +101,7 @@ class Answer(NamedTuple):
 
     upload: Payload
     training_loss: Tensor
-    accuracy: float  # of the trained model, on the client's own test data
+    score: float  # of the trained model, on the client's own test data
     loss: float
     finite: bool  # whether the trained model and the private state are finite
 
@@ -188,8 +190,13 @@ class Engine(Protocol):
     def commit(self, accepted: Tensor) -> None:
         """Advance the private state of the accepted clients (ids); the others keep theirs."""
 
-    def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
-        """Test the personal models on the clients' own test data; return also the failures by id. Change nothing."""
+    def evaluate(
+        self, cohort: Cohort, downloads: Payload, *, whole: bool = False
+    ) -> tuple[ClientMetrics, dict[int, Failure]]:
+        """Test the personal models on the clients' own test data; return also the failures by id. Change nothing.
+
+        `whole`: compute every metric of the task, not only the headline.
+        """
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         """Return the personal models; an empty one for a client that fails."""

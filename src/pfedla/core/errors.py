@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import reprlib
 from collections.abc import Iterable
 
@@ -31,12 +32,23 @@ def is_debugging() -> bool:
     return os.environ.get("PFEDLA_DEBUG", "") not in ("", "0")
 
 
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return " (did you mean …?)" with the nearest choice, or "" if none is near; of equals the longest beginning."""
+    asked, known = name.strip("'").lower(), {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(asked, known, n=3)
+    if not near:
+        return ""
+
+    def rank(one: str) -> tuple[float, int]:
+        return difflib.SequenceMatcher(None, one, asked).ratio(), len(os.path.commonprefix([one, asked]))  # noqa: RUF071
+
+    return f" (did you mean {known[max(near, key=rank)]!r}?)"
+
+
 def unknown(kind: str, name: object, choices: Iterable[str]) -> PfedlaError:
     """Return an error that names the thing, the nearest choice if one is near, and all choices."""
     names, asked = list(choices), shown(name)
-    near = difflib.get_close_matches(asked.strip("'").lower(), names, n=1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return PfedlaError(f"unknown {kind} {asked}{meant}; choose one of: {', '.join(names) or 'none'}")
+    return PfedlaError(f"unknown {kind} {asked}{suggest(asked, names)}; choose one of: {', '.join(names) or 'none'}")
 
 
 def invalid(error: ValidationError, known: Iterable[str] = (), *, prefix: str = "", depth: int = 1) -> PfedlaError:
@@ -49,7 +61,14 @@ def invalid(error: ValidationError, known: Iterable[str] = (), *, prefix: str = 
     # A union ("auto" or a number) reports each of its members.
     same = [other["msg"] for other in problems if other["loc"][:depth] == loc]
     messages = dict.fromkeys(message.removeprefix("Input should be ").lower() for message in same)
-    return PfedlaError(f"{key} = {shown(value)} is not possible: it should be {' or '.join(messages)}")
+    choices = [word for message in messages for word in re.findall("'([^']+)'", message)]
+    meant = suggest(value, choices) if isinstance(value, str) else ""
+    return PfedlaError(f"{key} = {shown(value)} is not possible{meant}: it should be {' or '.join(messages)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def shown(value: object) -> str:

@@ -2,11 +2,11 @@
 
 A layer is one module's weight and bias; a BatchNorm module is a layer of its own. A model's tensors are trained (mixed
 and sent), statistics (buffers, which stay on the client unless a method sends them), or frozen (parameters without a
-gradient: one shared copy, never sent, mixed or saved per client).
+gradient and constant buffers: one shared copy, never sent, mixed or saved per client).
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,8 +24,8 @@ class Layers:
 
     names: tuple[str, ...]
     index: Mapping[str, int]  # name of a trained tensor or statistic -> position in `names`
-    statistics: frozenset[str]  # the buffers
-    frozen: frozenset[str]  # the parameters that are not trained
+    statistics: frozenset[str]  # the buffers that training may change
+    frozen: frozenset[str]  # the parameters that are not trained, and the constant buffers
     num_parameters: Sequence[int]  # per layer, trained ones only
     kinds: Sequence[type[nn.Module]]  # per layer, of its module
 
@@ -33,7 +33,8 @@ class Layers:
     def of(cls, module: nn.Module) -> Self:
         parameters = dict(module.named_parameters())  # a tied weight once, where it first stands
         trained = {name: value for name, value in parameters.items() if value.requires_grad}
-        buffers = [name for name, _ in module.named_buffers()]
+        constants = set(constant_buffers(module))
+        buffers = [name for name, _ in module.named_buffers() if name not in constants]
         modules = [name for name, _ in module.named_modules()]
         places = {name: modules.index(name.rpartition(".")[0]) for name in (*trained, *buffers)}
         starts = sorted({places[name] for name in trained})  # the layers among the modules
@@ -44,7 +45,7 @@ class Layers:
         sizes = [0] * len(starts)
         for name, value in trained.items():
             sizes[index[name]] += value.numel()
-        statistics, frozen = frozenset(buffers), frozenset(parameters.keys() - trained.keys())
+        statistics, frozen = frozenset(buffers), frozenset(parameters.keys() - trained.keys() | constants)
         return cls(names=names, index=index, statistics=statistics, frozen=frozen, num_parameters=sizes, kinds=kinds)
 
     def __len__(self) -> int:
@@ -61,6 +62,17 @@ class Layers:
 
     def only_statistics(self, tensors: Params) -> Params:
         return {name: value for name, value in tensors.items() if name in self.statistics}
+
+
+def constant_buffers(module: nn.Module) -> Iterator[str]:
+    """Yield the buffers that no training changes: those that are not saved, and a module's integers without floats."""
+    # Integers beside floats are a counter (BatchNorm's); alone they are positions or indices, as in BERT or Swin.
+    for prefix, part in module.named_modules():
+        own, unsaved = dict(part.named_buffers(recurse=False)), part._non_persistent_buffers_set
+        counts = any(value.is_floating_point() for name, value in own.items() if name not in unsaved)
+        for name, value in own.items():
+            if name in unsaved or not (counts or value.is_floating_point()):
+                yield f"{prefix}.{name}".removeprefix(".")
 
 
 def mix(alpha: Tensor, models: Params, layers: Layers) -> Params:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
+from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
 
 NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
@@ -80,13 +81,16 @@ def run_rounds(
             accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
             down = int(payload_bytes(downloads, algorithm.task.layers).sum())
             if len(accepted.cohort.ids):
+                kinds = describe_state(server)
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
+                check_state(algorithm.name, kinds, describe_state(server))
             engine.commit(accepted.cohort.ids)
         evaluation, evaluation_failures = None, dict[int, Failure]()
-        if number % evaluate_every == 0 or number == rounds.stop - 1:
+        is_last = number == rounds.stop - 1
+        if number % evaluate_every == 0 or is_last:
             with timed(seconds, "evaluate"):
                 following = Cohort.everyone(num_examples, number + 1, seed)
-                evaluation, evaluation_failures = evaluate_all(algorithm, engine, server, following)
+                evaluation, evaluation_failures = evaluate_all(algorithm, engine, server, following, whole=is_last)
         traffic = traffic.plus(down=down, up=accepted.num_bytes)
         yield Round(
             round=number,
@@ -103,6 +107,24 @@ def run_rounds(
         )
 
 
+def describe_state(server: object) -> dict[str, str]:
+    """Return the kind of every tensor of a server state; a round may not change them."""
+    if not isinstance(server, Mapping) or not all(isinstance(part, Mapping) for part in server.values()):
+        raise PfedlaError(f"a server state should be groups of named tensors, not {shown(server)}")
+    tensors = {f"{group}.{name}": value for group, part in server.items() for name, value in part.items()}
+    return {
+        name: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        for name, value in tensors.items()
+    }
+
+
+def check_state(method: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            found, due = after.get(name, "nothing"), before.get(name, "nothing")
+            raise PfedlaError(f"{method}: aggregate should return {name} as {due}, as init_server does, not {found}")
+
+
 def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iterator[tuple[Cohort, Payload]]:
     """Yield what the cohort would be sent now, a few clients at a time, to bound the memory."""
     for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
@@ -110,23 +132,31 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
         yield chunk, algorithm.download(server, chunk)
 
 
-def evaluate_all(algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort) -> Evaluated:
-    """Test the personal models that the cohort would get now."""
+def evaluate_all(
+    algorithm: Algorithm, engine: Engine, server: ServerState, cohort: Cohort, *, whole: bool = False
+) -> Evaluated:
+    """Test the personal models that the cohort would get now; `whole`: by every metric."""
     parts, failures = list[ClientMetrics](), dict[int, Failure]()
     for chunk, downloads in in_chunks(algorithm, server, cohort):
-        metrics, failed = engine.evaluate(chunk, downloads)
+        metrics, failed = engine.evaluate(chunk, downloads, whole=whole)
         parts.append(metrics)
         failures |= failed
-    return ClientMetrics(*map(torch.cat, zip(*parts, strict=True))), failures
+    score, loss = (torch.cat([getattr(part, key) for part in parts]) for key in ("score", "loss"))
+    others = {name: torch.cat([part.others[name] for part in parts]) for name in parts[0].others}
+    return ClientMetrics(score, loss, others), failures
 
 
-def summarise(accuracies: Tensor) -> dict[str, Any]:
-    """Return mean, standard deviation, 10th percentile and worst over the clients that have a value."""
-    per_client = [None if math.isnan(value) else value for value in accuracies.tolist()]
+def summarise(values: Tensor, *, higher_is_better: bool = True) -> dict[str, Any]:
+    """Return mean, standard deviation, 10th percentile and worst over the clients that have a value.
+
+    Where lower is better, the worst is the largest and the percentile the 90th.
+    """
+    per_client = [None if math.isnan(value) else value for value in values.tolist()]
     numbers: dict[str, Any] = dict.fromkeys(("mean", "std", "p10", "worst"))
     if known := [value for value in per_client if value is not None]:
-        values = (np.mean(known), np.std(known), np.quantile(known, 0.1), np.min(known))
-        numbers = dict(zip(numbers, map(float, values), strict=True))
+        share, worst = (0.1, min) if higher_is_better else (0.9, max)
+        found = (np.mean(known), np.std(known), np.quantile(known, share), worst(known))
+        numbers = dict(zip(numbers, map(float, found), strict=True))
     return {**numbers, "per_client": per_client}
 
 
@@ -167,9 +197,10 @@ def accept(
 ) -> tuple[Accepted, dict[int, Failure]]:
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
     sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
+    is_share = algorithm.task.objective.metric.percent
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
-        checked = answer if isinstance(answer, Failure) else check_answer(answer, expected)
+        checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
         if isinstance(checked, Failure):
             failures[row] = checked
         else:
@@ -188,13 +219,16 @@ def accept(
     sent = torch.stack([upload.sent for upload in came]) if used else downloads.sent
     uploads = Payload(stack([one.tensors for one in came]), sent, extras=stack([one.extras for one in came]))
     losses = torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0)
-    metrics = torch.tensor([(answer.accuracy, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
+    metrics = torch.tensor([(answer.score, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
     accepted = Accepted(cohort.only(rows), downloads, uploads, losses, ClientMetrics(*metrics.T), num_bytes=num_bytes)
     return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
 
 
-def check_answer(answer: object, expected: Payload) -> Answer | Failure:
-    """Return the answer, or what is wrong with it. It is untrusted: it may be anything at all."""
+def check_answer(answer: object, expected: Payload, *, is_share: bool = True) -> Answer | Failure:
+    """Return the answer, or what is wrong with it. It is untrusted: it may be anything at all.
+
+    `is_share`: its score must be a share, from 0 to 1.
+    """
     if not isinstance(answer, Answer) or not isinstance(answer.upload, Payload):
         return Failure("not an upload", f"it is a {type(getattr(answer, 'upload', answer)).__name__}")
     tensors, sent, extras = answer.upload
@@ -215,11 +249,11 @@ def check_answer(answer: object, expected: Payload) -> Answer | Failure:
                     return Failure(f"wrong {what}", f"{name}: {getattr(came, what)}, not {getattr(due, what)}")
     if not torch.equal(sent, expected.sent):
         return Failure("wrong layers", f"sent {sent.int().tolist()}, expected {expected.sent.int().tolist()}")
-    training, accuracy, loss = answer.training_loss, answer.accuracy, answer.loss
+    training, score, loss = answer.training_loss, answer.score, answer.loss
     if not isinstance(training, Tensor) or training.shape != () or not training.is_floating_point():
         return Failure("not an upload", "its training loss is no number")
-    if not isinstance(accuracy, float) or not isinstance(loss, float) or not 0 <= accuracy <= 1:
-        return Failure("not an upload", f"its accuracy is {accuracy!r:.40}, its loss {loss!r:.40}")
+    if not isinstance(score, float) or not isinstance(loss, float) or (is_share and not 0 <= score <= 1):
+        return Failure("not an upload", f"its score is {score!r:.40}, its loss {loss!r:.40}")
     if not (answer.finite and is_finite(tensors) and is_finite(extras)):
         return NOT_FINITE
     # In the server's order of names: sums over tensors must not depend on the order a client sends.

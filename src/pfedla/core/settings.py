@@ -33,14 +33,32 @@ class Section(BaseModel):
 
 
 class Training(Section):
-    """The local budget, the same for every method."""
+    """The local budget and the optimiser, the same for every method."""
 
     lr: Annotated[Rate | Auto, Option("lr")] = AUTO
-    """Learning rate of local SGD. auto: the paper's for the data set, else 0.01."""
+    """Learning rate of local training. auto: the paper's for the data set, else 0.01."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000), Option("local-epochs")] = 5
     """Local epochs per round."""
     batch_size: Annotated[Positive, Option("batch-size")] = 32
     """Local batch size."""
+    optimizer: Annotated[Literal["sgd", "adamw"], Option("optimizer")] = "sgd"
+    """sgd (the paper's, plain by default) or adamw. What it remembers starts afresh in every round."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of sgd."""
+    nesterov: bool = False
+    """Nesterov's form of the momentum."""
+    weight_decay: Factor = 0.0
+    """sgd: added to the gradient; adamw: decoupled."""
+    clip_norm: Factor = 0.0
+    """Largest norm of a gradient; longer ones are scaled to it. 0: no bound."""
+    schedule: Annotated[Literal["constant", "cosine", "step"], Option("schedule")] = "constant"
+    """Learning rate over the rounds. cosine: to zero at the last; step: times `decay` every `decay_every` rounds."""
+    warm_up_rounds: Natural = 0
+    """Rounds in which the learning rate rises linearly to its value."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of schedule step."""
+    decay_every: Positive = 100
+    """Rounds between two steps of schedule step."""
 
     @property
     def learning_rate(self) -> float:
@@ -54,7 +72,7 @@ class EngineSettings(Section):
 
     name: Annotated[Literal["auto", "threaded", "vectorized"], Option("engine")] = AUTO
     """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized on a GPU and for small networks
-    without convolutions, else threaded."""
+    without convolutions, attention or recurrence, else threaded."""
     threads: Annotated[int, Field(ge=0, le=1024), Option("threads")] = 0
     """Clients trained at once (threaded). 0: one per core. Does not change the results."""
     device: Annotated[str, Option("device")] = "cpu"

@@ -1,8 +1,9 @@
-"""A model and its loss as functions of tensors: `task_of` makes them of any nn.Module."""
+"""A model and its objective as functions of tensors: `task_of` makes them of any nn.Module."""
 
 import copy
 import threading
 from collections.abc import Container
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.overrides import TorchFunctionMode
 
-from pfedla.core.errors import PfedlaError
+from pfedla.core.errors import PfedlaError, first_line, shown
 from pfedla.core.layers import Layers, Params
+from pfedla.core.objectives import CLASSIFICATION, OBJECTIVES, Objective, main_output
+from pfedla.core.optimizers import is_plain_sgd
+from pfedla.core.randomness import drawing
 from pfedla.core.settings import Training
+from pfedla.core.trees import Tree, arguments, leaves, length, map_tree
 
 Step = tuple[Params, Tensor, Params]  # gradients or new parameters, loss, statistics after the batch
 Only = Container[str] | None  # names of some parameters; None: all
@@ -33,16 +38,18 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 class Task:
-    """A module that maps a batch to logits, with cross-entropy, as functions of its tensors; they run under vmap."""
+    """A module that maps a batch to outputs, with an objective, as functions of its tensors; they run under vmap."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objective: Objective = CLASSIFICATION) -> None:
         self.module = copy_module(module)  # frozen parameters stay inside: they are in no dictionary
+        self.objective = objective
         self.layers = Layers.of(self.module)
+        self.draws = False  # whether the model draws random numbers while it trains: `try_out` finds out
         self._copies = threading.local()
         self._channels_last = False
 
     def to(self, device: torch.device) -> "Task":
-        return self if device.type == "cpu" else Task(copy.deepcopy(self.module).to(device))
+        return self if device.type == "cpu" else Task(copy.deepcopy(self.module).to(device), self.objective)
 
     def initial(self) -> Params:
         """Return a copy of the common initialisation: trained parameters and statistics."""
@@ -59,22 +66,43 @@ class Task:
             setattr(self._copies, mode, module)
         return getattr(self._copies, mode)  # type: ignore[no-any-return]
 
-    def check(self, x: Tensor, num_classes: int) -> None:
-        """Try the model on a batch in training mode and refuse what could not be trained or repeated."""
+    def _call(self, mode: str, tensors: Params, x: Tree) -> Tree:
+        with drawing() if self.draws else nullcontext():
+            return functional_call(self._own_copy(mode), tensors, *arguments(x))
+
+    def try_out(self, x: Tree) -> Tree:
+        """Return the outputs for a batch in training mode; find out whether the model draws random numbers."""
         before = torch.random.get_rng_state()
+        with torch.no_grad():
+            outputs = functional_call(self._own_copy("train"), self.initial(), *arguments(x))
+        self.draws = not torch.equal(before, torch.random.get_rng_state())
+        torch.random.set_rng_state(before)
+        return outputs
+
+    def check(self, x: Tree, y: Tensor, num_outputs: int) -> None:
+        """Try the model and its loss on a batch; refuse what could not be trained."""
         try:
-            with torch.no_grad():
-                logits = functional_call(self._own_copy("train"), self.initial(), (x,))
+            outputs = self.try_out(x)
         except Exception as error:  # whatever the user's module raises
-            batch = f"{x.dtype} batch of shape {tuple(x.shape)}"
-            raise PfedlaError(f"the model cannot train on a {batch}: {str(error).splitlines()[0]}") from error
-        found: Any = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if len(found) != 2 or found[0] != len(x) or found[1] < num_classes:
-            raise PfedlaError(f"the model should return a logit for each of the {num_classes} classes, not {found}")
-        if not torch.equal(before, torch.random.get_rng_state()):
-            torch.random.set_rng_state(before)
-            why = "all clients share their stream, so no run could be repeated; switch it off"
-            raise PfedlaError(f"the model draws random numbers while it trains (dropout?): {why}")
+            batch = map_tree(lambda part: f"{part.dtype} batch of shape {tuple(part.shape)}", x)
+            raise PfedlaError(f"the model cannot train on a {batch}: {first_line(error)}") from error
+        main = main_output(outputs)
+        found: Any = tuple(main.shape) if isinstance(main, Tensor) else type(main).__name__
+        name = self.objective.name
+        if name == "classification" and (len(found) != 2 or found[0] != length(x) or found[1] < num_outputs):
+            raise PfedlaError(f"the model should return a logit for each of the {num_outputs} classes, not {found}")
+        wide = not isinstance(main, Tensor) or main.numel() != length(x) * num_outputs
+        if name in OBJECTIVES and name != "classification" and wide:
+            raise PfedlaError(f"the model should return [examples, {num_outputs}] for task {name}, not {found}")
+        try:
+            loss = self.objective.loss(outputs, y)
+            is_scalar = isinstance(loss, Tensor) and loss.shape == ()
+        except Exception as error:  # whatever the user's loss raises
+            raise PfedlaError(f"the loss of task {name} cannot be computed: {first_line(error)}") from error
+        if not is_scalar:
+            raise PfedlaError(f"the loss of task {name} should be a tensor with a single number, not {shown(loss)}")
+        if x_is_finite(x) and not loss.isfinite():
+            raise PfedlaError(f"the loss of task {name} is {loss.item()} for the first batch, before any training")
 
     def lay_out(self, value: Tensor) -> Tensor:
         """Return images or weights as the model is fastest with them: channels last, also if there is only one."""
@@ -86,46 +114,47 @@ class Task:
             return value
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
-    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
+    def gradient(self, parameters: Params, statistics: Params, x: Tree, y: Tensor, only: Only = None) -> Step:
         """Return the gradient (by `only` some parameters), the loss, and the statistics after this batch."""
         moving = {name: value for name, value in parameters.items() if only is None or name in only}
 
         def objective(moving: Params) -> tuple[Tensor, Params]:
-            return loss_of(self._own_copy("train"), {**parameters, **moving}, statistics, x, y)
+            updated = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
+            return self.objective.loss(self._call("train", {**parameters, **moving, **updated}, x), y), updated
 
         gradients, (loss, updated) = grad_and_value(objective, has_aux=True)(moving)
         return gradients, loss, updated
 
-    def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
+    def step(self, parameters: Params, statistics: Params, x: Tree, y: Tensor, lr: float) -> Step:
         """Take one step of SGD: return the parameters after it, the loss, and the statistics."""
         before = {name: self.lay_out(value) for name, value in parameters.items()}  # copies in the first step only
         gradients, loss, statistics = self.gradient(before, statistics, x, y)
         return descend(before, gradients, lr), loss, statistics
 
-    def logits(self, tensors: Params, x: Tensor) -> Tensor:
-        return functional_call(self._own_copy("eval"), tensors, (x,))  # type: ignore[no-any-return]
+    def outputs(self, tensors: Params, x: Tree) -> Tree:
+        return self._call("eval", tensors, x)
 
-    def recalibrate(self, tensors: Params, x: Tensor) -> Params:
+    def recalibrate(self, tensors: Params, x: Tree) -> Params:
         """Return the same model with its statistics estimated anew from `x`."""
         fresh = {**tensors, **{name: tensors[name].clone() for name in self.layers.statistics}}
-        functional_call(self._own_copy("recalibrate"), fresh, (x,))
+        self._call("recalibrate", fresh, x)
         return fresh
 
 
 class DirectTask(Task):
     """The same numbers for one client without torch.func, which costs a tenth of a small network's step."""
 
-    def __init__(self, module: nn.Module, example: Tensor) -> None:
-        super().__init__(module)
-        self._channels_last = example.ndim == 3
-        try:
-            images = self.lay_out(example.expand(2, *example.shape))
-            with torch.no_grad():  # a model that calls `view` on its feature maps cannot be fed channels last
-                functional_call(self._own_copy("train"), self.initial(), (images,))
+    def __init__(self, module: nn.Module, objective: Objective, examples: Tree) -> None:
+        """`examples`: two, in the form that the model takes."""
+        super().__init__(module, objective)
+        self._channels_last = isinstance(examples, Tensor) and examples.ndim == 4
+        try:  # a model that calls `view` on its feature maps cannot be fed channels last
+            self.try_out(map_tree(self.lay_out, examples))
         except Exception:  # whatever the user's module raises
             self._channels_last = False
+            self.try_out(examples)
 
-    def gradient(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, only: Only = None) -> Step:
+    def gradient(self, parameters: Params, statistics: Params, x: Tree, y: Tensor, only: Only = None) -> Step:
         leaves = {name: self.lay_out(value).detach() for name, value in parameters.items()}
         moving = [name for name in leaves if only is None or name in only]
         statistics = {name: value.clone() for name, value in statistics.items()}
@@ -133,7 +162,10 @@ class DirectTask(Task):
         for holder, key, name in self._slots(module):
             holder[key] = leaves[name] if name in leaves else statistics[name]
         wanted = [leaves[name].requires_grad_() for name in moving]
-        loss = F.cross_entropy(module(self.lay_out(x)), y)
+        positional, named = arguments(map_tree(self.lay_out, x))
+        with drawing() if self.draws else nullcontext():
+            outputs = module(*positional, **named)
+        loss = self.objective.loss(outputs, y)
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
         return dict(zip(moving, gradients, strict=True)), loss.detach(), statistics
 
@@ -151,8 +183,11 @@ class DirectTask(Task):
 class CompiledTask(DirectTask):
     """The step of a full batch (forward, backward, update) as one compiled function; others are not compiled."""
 
-    def __init__(self, module: nn.Module, example: Tensor, training: Training) -> None:
-        super().__init__(module, example)
+    def __init__(self, module: nn.Module, objective: Objective, examples: Tree, y: Tensor, training: Training) -> None:
+        super().__init__(module, objective, examples)
+        if self.draws or not isinstance(examples, Tensor) or not is_plain_sgd(training):
+            takes = "plain sgd, one tensor as input, a model without dropout"
+            raise PfedlaError(f"cannot compile the training step: it needs {takes}; leave --compile out")
         self._training, lr = training, training.learning_rate
         initial = {name: self.lay_out(value) for name, value in self.initial().items()}
         parameters, statistics = self.layers.parameters(initial), self.layers.only_statistics(initial)
@@ -166,8 +201,8 @@ class CompiledTask(DirectTask):
             after = (value - lr * gradients[name] for name, value in before.items())
             return [loss, *after, *updated.values()]
 
-        x = self.lay_out(example.expand(training.batch_size, *example.shape).contiguous())
-        y = torch.zeros(training.batch_size, dtype=torch.int64)
+        rows = torch.zeros(training.batch_size, dtype=torch.int64)
+        x, y = self.lay_out(examples[rows].contiguous()), y[rows]
         self._compiled = _compile(whole_step, [x, y, *parameters.values(), *statistics.values()])
 
     def step(self, parameters: Params, statistics: Params, x: Tensor, y: Tensor, lr: float) -> Step:
@@ -215,19 +250,22 @@ class _FusedPooling(TorchFunctionMode):
         return best
 
 
+def x_is_finite(x: Tree) -> bool:
+    return all(bool(part.isfinite().all()) for part in leaves(x))
+
+
 def descend(parameters: Params, gradients: Params, lr: float) -> Params:
     return {name: torch.add(value, gradients[name], alpha=-lr) for name, value in parameters.items()}
 
 
-def loss_of(module: nn.Module, parameters: Params, statistics: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-    statistics = {name: value.clone() for name, value in statistics.items()}  # BatchNorm writes into them
-    return F.cross_entropy(functional_call(module, {**parameters, **statistics}, (x,)), y), statistics
-
-
-def task_of(module: nn.Module) -> Task:
-    """Make a task of a classifier that maps a batch to logits; its weights are the common initialisation."""
+def task_of(module: nn.Module, objective: Objective = CLASSIFICATION) -> Task:
+    """Make a task of a model and an objective; the model's weights are the common initialisation."""
     if not isinstance(module, nn.Module):
         raise PfedlaError(f"the model should be an nn.Module (an instance), not {module!r}")
+    for name, part in module.named_modules():
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in part.parameters(recurse=False)):
+            what = f"{type(part).__name__} {name!r}".removesuffix(" ''")
+            raise PfedlaError(f"the model has a layer without weights yet ({what}); call the model on a batch first")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise PfedlaError("the model has no trainable parameter")
-    return Task(module)
+    return Task(module, objective)

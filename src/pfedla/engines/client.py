@@ -3,6 +3,8 @@
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +13,16 @@ from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, LocalD
 from pfedla.core.errors import PfedlaError
 from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
 from pfedla.core.layers import Params, is_finite
+from pfedla.core.objectives import Objective
+from pfedla.core.optimizers import learning_rate_at
+from pfedla.core.randomness import draw_from
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
 from pfedla.core.training import evaluate, normalise
+from pfedla.core.trees import map_tree, take_rows
 from pfedla.data.federation import Examples, Outline
 
-Test = tuple[float, float]  # accuracy, mean loss
+Test = tuple[float, float, dict[str, float]]  # score, loss, and every metric where they were asked for
 Outcome = tuple[ClientState, Answer]
 Split = tuple[Examples, Examples]  # training and test examples
 RECALIBRATION_EXAMPLES = 2048
@@ -34,12 +40,22 @@ class Client:
     device: torch.device
     recalibrate: Recalibrate = "unsampled"
     faults: Faults = NO_FAULTS
+    rounds: int = 1  # of the run, for the schedule of the learning rate
 
     def update(self, download: Payload, cohort: Cohort) -> Outcome:
         """Train for a round; return the private state after it and what is sent."""
         data = self.local_data(cohort, download, self.limit_epochs(cohort))
-        result = self.algorithm.local_update(self.state, download, data)
+        with drawing([self], cohort):
+            result = self.method_at(cohort.round).local_update(self.state, download, data)
         return self.conclude(result, self.evaluate(result.model), download, cohort)
+
+    def method_at(self, round: int) -> Algorithm:
+        """Return the algorithm with the learning rate of a round."""
+        method, training = self.algorithm, self.algorithm.training
+        if training.schedule == "constant" and not training.warm_up_rounds:
+            return method
+        lr = learning_rate_at(training, round, self.rounds)
+        return method.model_copy(update={"training": training.model_copy(update={"lr": lr})})
 
     def limit_epochs(self, cohort: Cohort) -> int:
         budget = self.algorithm.training.local_epochs
@@ -56,26 +72,27 @@ class Client:
             received = {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
             start = {name: value.cpu() for name, value in {**self.state, **received}.items()}
             upload = falsify(self.faults, cohort, self.number, upload, start)
-        return result.client, Answer(upload, result.loss.cpu(), accuracy=test[0], loss=test[1], finite=finite)
+        return result.client, Answer(upload, result.loss.cpu(), score=test[0], loss=test[1], finite=finite)
 
-    def evaluate(self, model: Params) -> Test:
-        with torch.no_grad():
-            correct, loss = evaluate(self.algorithm.task, model, *self.prepare(self.test))
-        return correct.item() / len(self.test.y), loss.item()
+    def evaluate(self, model: Params, *, whole: bool = False) -> Test:
+        with torch.no_grad(), drawing([self]):
+            x, y = self.prepare(self.test)
+            outputs, loss = evaluate(self.algorithm.task, model, x, y)
+        return judge(self.algorithm.task.objective, outputs, loss, y, whole=whole)
 
     def personalize(self, download: Payload, cohort: Cohort) -> Params:
         """Return the personal model; estimate the statistics of a client that never trained."""
         data = LocalData(has_trained=torch.tensor(self.has_trained, device=self.device))
         if self.algorithm.personalizes_on_data:
             data = self.local_data(cohort, download)
-        model = self.algorithm.personalize(self.state, download, data)
+        with drawing([self], cohort):
+            model = self.method_at(cohort.round).personalize(self.state, download, data)
         estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not self.has_trained)
         if not self.algorithm.task.layers.statistics or not estimates:
             return model
         x, y = self.train
-        if len(x) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
-            rows = torch.linspace(0, len(x) - 1, RECALIBRATION_EXAMPLES).long()
-            x, y = x[rows], y[rows]
+        if len(y) > RECALIBRATION_EXAMPLES:  # evenly spaced: the examples may be in the order of their classes
+            x, y = pick(self.train, torch.linspace(0, len(y) - 1, RECALIBRATION_EXAMPLES).long())
         with torch.no_grad():
             return self.algorithm.task.recalibrate(model, self.prepare(Examples(x, y)).x)
 
@@ -91,29 +108,51 @@ class Client:
 
     def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:
         """Return what a client trains on, and the share that it holds out, fixed by the seed."""
-        x, y = self.train
+        y = self.train.y
         held_out = min(int(len(y) * share), max(0, len(y) - 2))  # BatchNorm needs two to train on
         if not held_out:  # no copy: float data may be large
-            return self.train, Examples(x[:0], y[:0])
+            return self.train, pick(self.train, slice(0))
         order = torch.randperm(len(y), generator=generator(seed, "held-out", 0, self.number))
         kept, apart = order[held_out:].sort().values, order[:held_out].sort().values
-        return Examples(x[kept], y[kept]), Examples(x[apart], y[apart])
+        return pick(self.train, kept), pick(self.train, apart)
 
     def prepare(self, examples: Examples) -> Examples:
         """Return examples on the device, normalised, in the layout that the task runs fastest."""
-        x = normalise(examples.x.to(self.device), self.outline.mean, self.outline.std)
-        return Examples(self.algorithm.task.lay_out(x), examples.y.to(self.device))
+        x = map_tree(lambda part: part.to(self.device), examples.x)
+        x = normalise(x, self.outline.mean, self.outline.std)
+        return Examples(map_tree(self.algorithm.task.lay_out, x), examples.y.to(self.device))
+
+
+def drawing(clients: Sequence[Client], cohort: Cohort | None = None) -> AbstractContextManager[None]:
+    """Let random layers (dropout) draw from a stream per client and round, or per client in a test."""
+    if not clients[0].algorithm.task.draws:
+        return nullcontext()
+    seed, round = (cohort.seed, cohort.round) if cohort else (0, 0)
+    return draw_from(*(generator(seed, "model", round, client.number) for client in clients))
+
+
+def pick(examples: Examples, rows: torch.Tensor | slice) -> Examples:
+    return Examples(take_rows(examples.x, rows), examples.y[rows])
+
+
+def judge(objective: Objective, outputs: torch.Tensor, loss: torch.Tensor, y: torch.Tensor, *, whole: bool) -> Test:
+    """Return how good one client's outputs are; `whole`: by every metric."""
+    mean = loss.item()
+    return objective.score(outputs, mean, y), mean, objective.measure(outputs, y) if whole else {}
 
 
 def make_client(algorithm: Algorithm, outline: Outline, examples: Split, settings: EngineSettings) -> Client:
     """Return a client whose task is in the form that the engine of the settings runs fastest."""
     device, (train, test) = usable_device(settings.device), examples
     task: Task = algorithm.task.to(device)
-    example = outline.normalise(train.x[:1].to(device))[0]
+    some = pick(train, torch.zeros(2, dtype=torch.int64))
+    x, y = outline.normalise(map_tree(lambda part: part.to(device), some.x)), some.y.to(device)
     if settings.compile:
-        task = CompiledTask(task.module, example, algorithm.training)
+        task = CompiledTask(task.module, task.objective, x, y, algorithm.training)
     elif settings.name == "threaded":
-        task = DirectTask(task.module, example)
+        task = DirectTask(task.module, task.objective, x)
+    else:
+        task.try_out(x)
     method = algorithm.model_copy(update={"task": task})
     state = method.init_client()
     return Client(train=train, test=test, outline=outline, algorithm=method, state=state, device=device)

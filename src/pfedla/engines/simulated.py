@@ -1,8 +1,8 @@
 """Clients in this process: each on a thread (bit-identical for any number of them), or equal sizes stacked (vmap)."""
 
-import math
 import os
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,39 +15,79 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, ClientState, Cohort, Failure, LocalData, Payload
-from pfedla.core.errors import PfedlaError, Stopped
+from pfedla.core.errors import PfedlaError, Stopped, first_line
 from pfedla.core.faults import choose_answering
 from pfedla.core.layers import Params, stack, take
+from pfedla.core.plugins import locate
+from pfedla.core.randomness import draw_from
 from pfedla.core.rounds import NO_ANSWER
 from pfedla.core.settings import AUTO, EngineSettings
-from pfedla.core.tasks import copy_module
+from pfedla.core.tasks import Task, copy_module
 from pfedla.core.training import EVALUATION_BATCH, evaluate
+from pfedla.core.trees import Tree, arguments, leaves, map_tree
 from pfedla.data.federation import Federation
-from pfedla.engines.client import Client, Outcome, Test, keep_freed_memory, make_client, one_thread
+from pfedla.engines.client import (
+    Client,
+    Outcome,
+    Test,
+    drawing,
+    judge,
+    keep_freed_memory,
+    make_client,
+    one_thread,
+    pick,
+)
 
 R = TypeVar("R")
 GroupFunction = Callable[[list[Client], Payload], Sequence[R]]
 TRAINED = "__trained__"
 # On a CPU stacking wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
+SLOW_STACKED = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)  # measured to be slower so
 MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, by an estimate
 MODEL_COPIES = 6  # parameters before and after, gradients, states, uploads
 ACTIVATION_COPIES = 4  # every module's output, what follows it without being a module, the gradients of both
 
 
-def resolve_engine(settings: EngineSettings, module: nn.Module) -> EngineSettings:
-    """Replace "auto" by the faster engine for this model and device; refuse what cannot be compiled."""
-    name = settings.name
+def resolve_engine(settings: EngineSettings, task: Task, x: Tree = None, y: Any = None) -> tuple[EngineSettings, str]:
+    """Replace "auto" by the faster engine for this model and device; return also what a user should know of it.
+
+    A batch `x`, `y` tries the model through vmap: what cannot be stacked, or is slower so, is run in threads.
+    """
+    name, note = settings.name, ""
     if name == AUTO:  # by a measured rule (docs/performance.md), not a timing: the same file gives the same bits
-        convolves = any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
-        small = sum(parameter.numel() for parameter in module.parameters()) <= VECTORIZED_PARAMETERS
-        stacks = settings.device != "cpu" or (small and not convolves)
+        slow = any(isinstance(part, SLOW_STACKED) for part in task.module.modules())
+        small = sum(parameter.numel() for parameter in task.module.parameters()) <= VECTORIZED_PARAMETERS
+        stacks = settings.device != "cpu" or (small and not slow)
         name = "vectorized" if stacks and not settings.compile else "threaded"
+    if name == "vectorized" and x is not None:
+        problem, reason = find_obstacle(task, x, y)
+        if problem == "cannot be stacked" and settings.name == "vectorized":
+            raise PfedlaError(f"the model {problem} ({reason}); use the threaded engine")
+        if problem and settings.name == AUTO:
+            name, note = "threaded", f"clients are trained in threads: the model {problem} ({reason})"
     if settings.compile and (name != "threaded" or settings.device != "cpu"):
         raise PfedlaError(f"--compile needs the threaded engine on the cpu, not {name} on {settings.device}")
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         raise PfedlaError("--compile needs a C++ compiler: install g++ or clang++, or name one in $CXX")
-    return settings.model_copy(update={"name": name})
+    return settings.model_copy(update={"name": name}), note
+
+
+def find_obstacle(task: Task, x: Tree, y: Tensor) -> tuple[str, str]:
+    """Train and test two stacked clients; return what is wrong with that and why, or nothing."""
+    initial = {name: torch.stack([value, value]) for name, value in task.initial().items()}
+    parameters, statistics = task.layers.parameters(initial), task.layers.only_statistics(initial)
+    x, y = stack_trees([x, x]), torch.stack([y, y])
+    try:
+        with warnings.catch_warnings(record=True) as caught, draw_from(torch.Generator(), torch.Generator()):
+            warnings.simplefilter("always")
+            vmap(task.gradient, randomness="different")(parameters, statistics, x, y)
+            with torch.no_grad():  # other kernels than in training
+                vmap(task.outputs, randomness="different")(initial, x)
+    except Exception as error:  # whatever the user's module or vmap raises
+        return "cannot be stacked", first_line(error)
+    slow = [first_line(one.message) for one in caught if "performance drop" in str(one.message)]  # type: ignore[arg-type]
+    return ("is slower stacked", slow[0].partition(". ")[0]) if slow else ("", "")
 
 
 class SimulatedEngine:
@@ -55,7 +95,7 @@ class SimulatedEngine:
 
     def __init__(self, algorithm: Algorithm, federation: Federation, settings: EngineSettings, **known: Any) -> None:
         """`known`: recalibrate and faults, as in `Client`."""
-        settings = resolve_engine(settings, algorithm.task.module)
+        settings, _ = resolve_engine(settings, algorithm.task)
         self.stacks = settings.name == "vectorized"
         self.threads = 1 if self.stacks else settings.threads or os.cpu_count() or 1
         # Asked before each client trains; if it says so, Stopped is raised and no state changes.
@@ -85,15 +125,24 @@ class SimulatedEngine:
         answers |= {client: one if isinstance(one, Failure) else one[1] for client, one in outcomes.items()}
         return list(answers.values())
 
-    def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
+    def evaluate(
+        self, cohort: Cohort, downloads: Payload, *, whole: bool = False
+    ) -> tuple[ClientMetrics, dict[int, Failure]]:
         def test_group(clients: list[Client], downloads: Payload) -> list[Test]:
             models = personalize_group(clients, downloads, cohort)
-            return evaluate_stacked(clients, stack(models)) if self.stacks else [clients[0].evaluate(models[0])]
+            if self.stacks:
+                return evaluate_stacked(clients, stack(models), whole=whole)
+            return [clients[0].evaluate(models[0], whole=whole)]
 
         tests = self._map("evaluation raised", test_group, cohort, downloads)
         failures = {client: test for client, test in tests.items() if isinstance(test, Failure)}
-        metrics = [(torch.nan, torch.nan) if isinstance(test, Failure) else test for test in tests.values()]
-        return ClientMetrics(*torch.tensor(metrics, dtype=torch.float64).T), failures
+        found = [(torch.nan, torch.nan, {}) if isinstance(test, Failure) else test for test in tests.values()]
+        names = [metric.name for metric in self.algorithm.task.objective.metrics] if whole else []
+        columns = {name: [test[2].get(name, torch.nan) for test in found] for name in names}
+        others = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+        metrics = torch.tensor([test[:2] for test in found], dtype=torch.float64)
+        score, loss = metrics.T
+        return ClientMetrics(score, loss, others), failures
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         found = self._map("", partial(personalize_group, cohort=cohort), cohort, downloads)
@@ -115,7 +164,8 @@ class SimulatedEngine:
             except Exception as error:
                 if len(rows) > 1:
                     return [run([row])[0] for row in rows]
-                return [Failure(reason, f"{type(error).__name__}: {error}".splitlines()[0], error=error)]
+                detail = f"{type(error).__name__}: {error}".splitlines()[0]
+                return [Failure(reason, detail + locate(error), error=error)]
 
         groups = [[row] for row in range(len(clients))]
         if self.stacks:
@@ -164,7 +214,7 @@ def group_clients(clients: list[Client], epochs: list[int], per_model: int, per_
     for (train, test, _), positions in groups.items():
         # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
         batch = max(min(clients[0].algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))
-        data = (2 * train + test) * math.prod(clients[0].outline.shape)
+        data = (2 * train + test) * sum(part[0].numel() for part in leaves(clients[0].train.x))
         fit = max(1, MEMORY_BOUND // (4 * (data + per_model + batch * per_example)))
         parts += [part.tolist() for part in torch.tensor(positions).tensor_split(-(-len(positions) // fit))]
     return parts
@@ -177,7 +227,8 @@ def count_numbers(client: Client) -> tuple[int, int]:
     for part in module.modules():
         part.register_forward_hook(lambda part, given, output: outputs.append(output))
     with torch.no_grad():
-        module(client.prepare(client.test).x[:1])
+        positional, named = arguments(client.prepare(pick(client.test, slice(1))).x)
+        module(*positional, **named)
     activations = sum(output.numel() for output in outputs if isinstance(output, Tensor))
     return MODEL_COPIES * sum(value.numel() for value in task.initial().values()), ACTIVATION_COPIES * activations
 
@@ -186,9 +237,11 @@ def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) ->
     """Train clients of equal size and epochs at once."""
     epochs = clients[0].limit_epochs(cohort)
     data = [client.local_data(cohort, downloads.rows(row), epochs) for row, client in enumerate(clients)]
-    stacked = LocalData(*map(torch.stack, zip(*data, strict=True)))
+    stacked = LocalData(*(stack_trees(parts) for parts in zip(*data, strict=True)))
     states = stack([client.state for client in clients])
-    results = vmap(clients[0].algorithm.local_update)(states, downloads, stacked)
+    with drawing(clients, cohort):
+        update = clients[0].method_at(cohort.round).local_update
+        results = vmap(update, randomness="different")(states, downloads, stacked)
     outcomes = []
     for row, (client, test) in enumerate(zip(clients, evaluate_stacked(clients, results.model), strict=True)):
         # A clone: the client's state outlives the round, a view would keep the whole cohort's alive.
@@ -199,9 +252,14 @@ def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) ->
     return outcomes
 
 
-def evaluate_stacked(clients: list[Client], models: Params) -> list[Test]:
+def evaluate_stacked(clients: list[Client], models: Params, *, whole: bool = False) -> list[Test]:
     """Test clients of equal size at once."""
-    x, y = map(torch.stack, zip(*(client.prepare(client.test) for client in clients), strict=True))
-    with torch.no_grad():
-        correct, loss = vmap(lambda *one: evaluate(clients[0].algorithm.task, *one))(models, x, y)
-    return list(zip((correct.double() / y.shape[1]).tolist(), loss.tolist(), strict=True))
+    task = clients[0].algorithm.task
+    x, y = (stack_trees(parts) for parts in zip(*(client.prepare(client.test) for client in clients), strict=True))
+    with torch.no_grad(), drawing(clients):
+        found = vmap(partial(evaluate, task), randomness="different")(models, x, y)
+    return [judge(task.objective, *one, whole=whole) for one in zip(*found, y, strict=True)]
+
+
+def stack_trees(trees: Sequence[Tree]) -> Tree:
+    return map_tree(lambda *parts: torch.stack(parts), *trees)
