@@ -1,1 +1,1 @@
-"""Files to arrays (dataset, datasets), labels to indices (partition), arrays to clients (federation)."""
+"""Files and Python objects to arrays (sources), labels to indices (partition), arrays to clients (federation)."""

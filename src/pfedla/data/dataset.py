@@ -1,92 +1,235 @@
 """Data sets are plain arrays, checked. Of their files nothing is unpickled, and no more is allocated than they hold."""
 
-import gzip
-import math
-import struct
 import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pfedla.core.errors import PfedlaError, unknown
-from pfedla.core.files import check_size, read_plain_array, sha256
+from pfedla.core.files import check_size, read_plain_array
+from pfedla.core.trees import Tree, leaves, length, map_tree, take_rows
 
 Array = npt.NDArray[Any]
 MOST_NUMBERS = 2**31
 MOST_DIFFERENT = {"y": 10_000, "client": 100_000}
+MOST_INPUTS = 16  # leaves of a tree of inputs
+FEW = 20  # floats that are whole numbers with at most so many different values are class labels
+TASKS = ("classification", "multilabel", "regression", "survival")
+STRATA = {"survival": ("censored", "event")}  # names of what the examples are split by, where they have no classes
 LARGEST_ARRAY = 2**33  # bytes
 LARGE, DENSEST = 2**28, 200  # an array of more than LARGE bytes may be at most DENSEST times its packed size
-LARGEST_FILE = 2**30  # bytes, of the published formats; the largest set has 0.6e9
-INFLATION = 1032  # gzip cannot unpack a byte to more
-CIFAR_IMAGE = (3, 32, 32)
-CIFAR_BATCH = 10_000  # images in a published batch or test file
-CIFAR_PARTS = {10: ((1,) * 6, (10,)), 100: ((5, 1), (20, 100))}  # batches in each file, and labels of each kind
+
+
+class Column(NamedTuple):
+    """A column of a table: a number, a category (one-hot), or text (token ids and mask)."""
+
+    name: str
+    kind: str  # number, category, text
+    categories: tuple[str, ...] = ()
+    tokenizer: str = ""  # text: the path of a tokenizer.json
+    length: int = 0  # text: number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Pooled examples [n, channels, height, width] or [n, features], and their labels 0..classes-1."""
+    """Pooled examples [n, channels, height, width] or [n, features] or a tree, and y as the task has it."""
 
     name: str
-    x: Array  # images are uint8 or float32; vectors are float32, or int32 or int64 (token ids)
-    y: Array
-    classes: tuple[str, ...]
+    x: Tree  # images are uint8 or float32; vectors are float32 (NaN: missing in a table), or int32 or int64 (token ids)
+    y: Array  # classification: 0..classes-1
+    classes: tuple[str, ...]  # names of the strata
     mean: tuple[float, ...] = ()  # per channel, in the units of x; empty: x is used as it is
     std: tuple[float, ...] = ()
     client: Array | None = None  # the owner of each example, if the data come partitioned: 0..clients-1
     client_names: tuple[str, ...] = ()
     test: Array | None = None  # True where the example belongs to a ready test split
     subset: str = ""  # the user's .npz that is read in place of the official files of this name, if one is
+    task: str = "classification"
+    targets: tuple[str, ...] = ()  # names of the model's outputs where they are not the classes
+    vocabulary: int = 0  # token ids are below it; 0: there are none
+    columns: tuple[Column, ...] = ()  # of a table
+
+    @property
+    def strata(self) -> Array:
+        """The labels by which examples are split."""
+        return strata_of(self.task, self.y)
 
     def keep_classes(self, num_classes: int) -> "Dataset":
         """Return the examples of the first classes only."""
-        if num_classes > len(self.classes):
-            raise PfedlaError(f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes")
         if num_classes == len(self.classes):
             return self
-        arrays = {"x": self.x, "y": self.y, "client": self.client, "test": self.test}
-        kept: dict[str, Any] = {key: a[self.y < num_classes] for key, a in arrays.items() if a is not None}
-        return replace(self, **kept, classes=self.classes[:num_classes])
+        if self.task != "classification":
+            raise PfedlaError(f"classes_limit = {num_classes}: the task is {self.task}, which has no classes")
+        if num_classes > len(self.classes):
+            raise PfedlaError(f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes")
+        arrays, kept = {"y": self.y, "client": self.client, "test": self.test}, self.y < num_classes
+        less: dict[str, Any] = {key: a[kept] for key, a in arrays.items() if a is not None}
+        return replace(self, **less, x=take_rows(self.x, kept), classes=self.classes[:num_classes])
 
-    def match(self, shape: tuple[int, ...], classes: tuple[str, ...], *, pixels: bool, whose: str) -> "Dataset":
+    def match(
+        self, shape: Tree, classes: tuple[str, ...], *, pixels: bool, whose: str, task: str = "classification"
+    ) -> "Dataset":
         """Number the labels as in `classes`; refuse examples that `whose` model does not take."""
-        if self.x.shape[1:] != shape or (self.x.dtype == np.uint8) != pixels:
+        found = map_tree(lambda a: a.shape[1:], self.x)
+        if found != shape or any((a.dtype == np.uint8) != pixels for a in leaves(self.x)):
             takes = f"{'uint8 images' if pixels else 'numbers in their own scale'} of shape {shape}"
-            raise PfedlaError(f"{self.name}: x is {self.x.dtype} of shape {self.x.shape[1:]}, {whose} takes {takes}")
+            kinds = ", ".join(str(a.dtype) for a in leaves(self.x))
+            raise PfedlaError(f"{self.name}: x is {kinds} of shape {found}, {whose} takes {takes}")
+        if self.task != task:
+            raise PfedlaError(f"{self.name}: y is of a {self.task} task, {whose} is made for {task}")
+        if task != "classification":
+            return self
         if strange := [name for name in self.classes if name not in classes]:
             raise unknown("class", strange[0], classes)
         return replace(self, y=np.array([classes.index(name) for name in self.classes])[self.y], classes=classes)
 
 
-def dataset_of(name: str, x: Any, y: Any, *, client: Any = None, test: Any = None) -> Dataset:
+def strata_names(task: str) -> tuple[str, ...]:
+    """Return the names of what examples without classes are split by."""
+    return STRATA.get(task, ("examples",))
+
+
+def strata_of(task: str, y: Array) -> Array:
+    """Return the labels by which examples are split: the class, the event, or zeros."""
+    if task == "classification":
+        return y
+    return y[:, 1].astype(np.int64) if task == "survival" else np.zeros(len(y), np.int64)
+
+
+def dataset_of(
+    name: str,
+    x: Tree,
+    y: Any,
+    *,
+    client: Any = None,
+    test: Any = None,
+    task: str = "auto",
+    targets: tuple[str, ...] = (),
+    columns: tuple[Column, ...] = (),
+    vocabulary: int = 0,
+) -> Dataset:
     """Check and arrange a user's arrays; uint8 images are normalised by the training part of a ready split, or all."""
-    x = np.asarray(x)
-    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
-        shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
-        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give {shapes}")
+    x, y = _arrange_tree(name, x, missing=bool(columns)), _plain(y)
     for what, array in (("y", y), ("client", client), ("test", test)):
-        if array is not None and np.shape(array) != (len(x),):
-            raise PfedlaError(f"{name}: {what} has shape {np.shape(array)}, x has {len(x)} examples")
+        shape, expected = np.shape(array), (length(x),)
+        if array is not None and (shape[:1] if what == "y" and len(shape) == 2 else shape) != expected:
+            raise PfedlaError(f"{name}: {what} has shape {shape}, x has {length(x)} examples")
     test = None if test is None else np.asarray(test)
     if test is not None and test.dtype != bool:
         raise PfedlaError(f"{name}: test must be a boolean mask, it is {test.dtype}")
-    x, (classes, y) = _arrange(name, x), _number(name, "y", y)
-    seen = x if test is None or test.all() else x[~test]
-    mean, std = pixel_statistics(seen) if x.dtype == np.uint8 else ((), ())
-    dataset = Dataset(name=name, x=x, y=y, classes=classes, mean=mean, std=std, test=test)
+    task = choose_task(name, y, task)
+    if task == "classification":
+        classes, y = _number(name, "y", y)
+    else:
+        classes, y, targets = strata_names(task), *_arrange_targets(name, y, task, targets)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    if isinstance(x, np.ndarray) and x.dtype == np.uint8:
+        mean, std = pixel_statistics(x if test is None or test.all() else x[~test])
+    dataset = Dataset(name=name, x=x, y=y, classes=classes, mean=mean, std=std, test=test, task=task, columns=columns)
+    targets = () if task == "classification" else targets
+    dataset = replace(dataset, targets=targets, vocabulary=vocabulary or _count_tokens(x))
     if client is None:
         return dataset
     names, client = _number(name, "client", client)
     return replace(dataset, client=client, client_names=names)
 
 
-def _arrange(name: str, x: Array) -> Array:
+def choose_task(name: str, y: Array, task: str = "auto") -> str:
+    """Return the task, or for "auto" the one that y is made for; refuse a y that the task cannot have."""
+    whole = y.dtype.kind in "biu" or (y.dtype.kind == "f" and bool((y == np.round(y)).all()))
+    if y.ndim == 2 and y.dtype.kind not in "biuf":
+        raise PfedlaError(f"{name}: y is {y.dtype} of shape {y.shape}; several columns of y must hold numbers")
+    if task == "auto":
+        if y.ndim == 2:
+            return "multilabel" if np.isin(y, (0, 1)).all() else "regression"
+        labels = y.dtype.kind != "f" or (whole and len(np.unique(y)) <= FEW)
+        return "classification" if labels else "regression"
+    if task not in TASKS:
+        raise unknown("task", task, TASKS)
+    shapes = {"classification": y.ndim == 1, "multilabel": y.ndim == 2, "survival": y.ndim == 2 and y.shape[1] == 2}
+    if not shapes.get(task, True):
+        needs = {"classification": "[n]", "multilabel": "[n, labels]", "survival": "[n, 2]: time and event"}[task]
+        raise PfedlaError(f"{name}: y has shape {y.shape}, the task {task} takes {needs}")
+    return task
+
+
+def _arrange_targets(name: str, y: Array, task: str, targets: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
+    """Return y as float32 and the names of the model's outputs."""
+    if y.dtype.kind not in "biuf":
+        raise PfedlaError(f"{name}: y must hold numbers for the task {task}, it is {y.dtype}")
+    with np.errstate(over="ignore"):
+        y = np.ascontiguousarray(y, np.float32)
+    if not np.isfinite(y).all():
+        raise PfedlaError(f"{name}: y{_first(~np.isfinite(y))} is not finite, or too large for float32")
+    flags = y if task == "multilabel" else y[:, 1:] if task == "survival" else y[:0]
+    if not np.isin(flags, (0, 1)).all():
+        what = "the event, y[:, 1]," if task == "survival" else "y"
+        raise PfedlaError(f"{name}: {what} must be 0 or 1 for the task {task}; row {_first(~np.isin(flags, (0, 1)))}")
+    if task == "survival":
+        if (y[:, 0] < 0).any() or not y[:, 1].any():
+            raise PfedlaError(f"{name}: survival takes times of 0 or more and at least one event, y[:, 1] = 1")
+        return y, ("risk",)
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and task == "regression" else y
+    count = y.shape[1] if y.ndim == 2 else 1
+    if targets and len(targets) != count:
+        raise PfedlaError(f"{name}: {len(targets)} names of targets for {count} columns of y")
+    return y, targets or (("target",) if y.ndim == 1 else tuple(map(str, range(count))))
+
+
+def _first(bad: Array) -> str:
+    """Return the position of the first True as [row, column]."""
+    return str(np.argwhere(bad)[0].tolist())
+
+
+def _plain(values: Any) -> Array:
+    """Return an array; one of objects that are all text (as pandas has it) becomes an array of text."""
+    array: Array = np.asarray(values)
+    if array.dtype.kind in "OT" and all(isinstance(one, str) for one in array.flat):
+        return array.astype(str)
+    return array
+
+
+def _count_tokens(x: Tree) -> int:
+    """Return one more than the largest token id of integer vectors, or of the input "ids"; 0 if there are none."""
+    ids = next((x[key] for key in ("ids", "input_ids") if key in x), None) if isinstance(x, dict) else x
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind != "i" or ids.min() < 0:
+        return 0
+    return int(ids.max()) + 1
+
+
+def _arrange_tree(name: str, x: Tree, *, missing: bool = False) -> Tree:
+    """Return checked inputs: an array, or a tuple or dict of arrays of one length."""
+    if not isinstance(x, dict | tuple):
+        return _arrange(name, np.asarray(x), missing=missing)
+    keys = list(x) if isinstance(x, dict) else [f"x{position}" for position in range(len(x))]
+    if not 1 <= len(keys) <= MOST_INPUTS or not all(isinstance(key, str) and key.isidentifier() for key in keys):
+        raise PfedlaError(f"{name}: x must have 1 to {MOST_INPUTS} inputs, named as arguments of the model")
+    arranged = [
+        _arrange_leaf(f"{name}: input {key}", np.asarray(leaf)) for key, leaf in zip(keys, leaves(x), strict=True)
+    ]
+    if len({len(leaf) for leaf in arranged}) > 1:
+        sizes = ", ".join(f"{key} {len(leaf)}" for key, leaf in zip(keys, arranged, strict=True))
+        raise PfedlaError(f"{name}: the inputs have different numbers of examples ({sizes})")
+    return dict(zip(keys, arranged, strict=True)) if isinstance(x, dict) else tuple(arranged)
+
+
+def _arrange_leaf(name: str, x: Array) -> Array:
+    """Return one of several inputs: floats as float32, whole numbers as int64, bool as it is."""
+    if x.ndim < 1 or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
+        raise PfedlaError(f"{name} is {x.dtype} of shape {x.shape}; give numbers [n, …], at most {MOST_NUMBERS:,}")
+    kind = {"b": np.bool_, "f": np.float32}.get(x.dtype.kind, np.int64)
+    return _check_finite(name, np.ascontiguousarray(x, kind))
+
+
+def _arrange(name: str, x: Array, *, missing: bool = False) -> Array:
     """Return vectors of int32, int64 (token ids) and images of uint8 in their type, others as float32."""
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "biuf" or 0 in x.shape or x.size > MOST_NUMBERS:
+        shapes = f"[n, features] or [n, (channels,) height, width], at most {MOST_NUMBERS:,} numbers"
+        raise PfedlaError(f"{name}: x is {x.dtype} of shape {x.shape}; give {shapes}")
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
@@ -97,8 +240,12 @@ def _arrange(name: str, x: Array) -> Array:
         return np.ascontiguousarray(x)
     with np.errstate(over="ignore"):  # the overflow is reported below
         x = np.ascontiguousarray(x, np.float32)
-    if not (finite := np.isfinite(x).reshape(len(x), -1).all(1)).all():
-        raise PfedlaError(f"{name}: x[{finite.argmin()}] is not finite, or too large for float32")
+    return x if missing else _check_finite(f"{name}: x", x)
+
+
+def _check_finite(name: str, x: Array) -> Array:
+    if x.dtype.kind == "f" and not (finite := np.isfinite(x)).all():
+        raise PfedlaError(f"{name}{_first(~finite)} is not finite, or too large for float32")
     return x
 
 
@@ -118,9 +265,14 @@ def pixel_statistics(x: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _number(name: str, what: str, values: Any) -> tuple[tuple[str, ...], Array]:
     """Return the distinct values as names, and for each example the number of its own."""
-    values = np.asarray(values)
+    values = _plain(values)
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "replace")
+    if values.dtype.kind == "f":
+        if not (whole := (values == np.round(values)) & (np.abs(values) < 2**53)).all():
+            row = _first(~whole)
+            raise PfedlaError(f"{name}: {what} must hold whole numbers or names, {what}{row} is {values[~whole][0]}")
+        values = values.astype(np.int64)
     if values.dtype.kind not in "iubU":
         raise PfedlaError(f"{name}: {what} must hold whole numbers or names, it is {values.dtype}")
     found, numbers = np.unique(values, return_inverse=True)
@@ -134,8 +286,8 @@ def _number(name: str, what: str, values: Any) -> tuple[tuple[str, ...], Array]:
     return names, numbers.astype(np.int64)
 
 
-def load_arrays(path: Path) -> Dataset:
-    """Read x, y, and optionally client (the owner of each example) and test (a mask): a .npz, or a folder of .npy."""
+def load_arrays(path: Path, task: str = "auto") -> Dataset:
+    """Read x (or x.NAME of several inputs), y, and perhaps client (owners) and test (a mask): a .npz or .npy files."""
     if not path.is_dir():
         check_size(path)
     try:
@@ -143,20 +295,29 @@ def load_arrays(path: Path) -> Dataset:
     except Exception as error:  # numpy and zipfile raise many kinds on damaged files
         advice = "save plain arrays with numpy.savez (names as y.astype(str))"
         raise PfedlaError(f"{path}: cannot be read ({error}); {advice}") from None
-    if missing := sorted({"x", "y"} - arrays.keys()):
+    parts = {key.removeprefix("x."): arrays.pop(key) for key in [*arrays] if key.startswith("x.")}
+    if missing := sorted({"x", "y"} - arrays.keys() - ({"x"} if parts else set())):
         raise PfedlaError(f"{path}: no array {' and '.join(missing)}; give x, y and optionally client and test")
-    return replace(dataset_of(path.name, **arrays), name=path.stem)  # errors name the file
+    x = arrays.pop("x", parts)
+    return dataset_of(path.name, parts or x, **arrays, task=task)
 
 
-def _read_arrays(path: Path) -> dict[str, Array]:
-    arrays = {}
+def _is_wanted(member: str, names: tuple[str, ...]) -> bool:
+    stem = member.removesuffix(".npy")
+    return stem != member and (stem in names or (stem.startswith("x.") and "/" not in stem))
+
+
+def _read_arrays(path: Path) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
     if path.is_dir():  # of a site, which is one client
-        for member in (path / f"{name}.npy" for name in ("x", "y", "test") if (path / f"{name}.npy").is_file()):
+        for member in sorted(
+            one for one in path.iterdir() if one.is_file() and _is_wanted(one.name, ("x", "y", "test"))
+        ):
             with member.open("rb") as file:
                 arrays[member.stem] = read_plain_array(file, member.stat().st_size, member.name)
         return arrays
     with zipfile.ZipFile(path) as archive:
-        for name in sorted({"x.npy", "y.npy", "client.npy", "test.npy"}.intersection(archive.namelist())):
+        for name in sorted({one for one in archive.namelist() if _is_wanted(one, ("x", "y", "client", "test"))}):
             packed = archive.getinfo(name)
             if packed.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
                 raise ValueError(f"{name} is packed in a way that numpy never does")
@@ -165,51 +326,3 @@ def _read_arrays(path: Path) -> dict[str, Array]:
             with archive.open(packed) as file:
                 arrays[name.removesuffix(".npy")] = read_plain_array(file, size, name)
     return arrays
-
-
-def _check(path: Path, whole: bool, problem: str) -> None:
-    if not whole:
-        raise PfedlaError(f"{path}: damaged, {problem}; fetch it again")
-
-
-def read_idx(path: Path) -> Array:
-    """Read an IDX file of unsigned bytes, gzipped or not."""
-    opened, inflation = (gzip.open, INFLATION) if path.suffix == ".gz" else (open, 1)
-    try:
-        with opened(path, "rb") as file:
-            content = file.read(min(path.stat().st_size * inflation, LARGEST_FILE) + 1)
-        zeros, kind, dimensions = struct.unpack_from(">HBB", content)
-        shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    except (struct.error, EOFError, OSError, zlib.error) as error:
-        raise PfedlaError(f"{path}: damaged or incomplete ({error}); fetch it again") from error
-    _check(path, zeros == 0 and kind == 8 and 1 <= dimensions <= 4, "not an IDX file of unsigned bytes")
-    values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
-    _check(path, len(values) == math.prod(shape), f"{len(values)} bytes, its header says {shape}")
-    return values.reshape(shape)
-
-
-def read_idx_pair(images: Path, labels: Path, num_classes: int, first: int = 0) -> tuple[Array, Array]:
-    """Read images of 28x28 and their labels, numbered from 0 (`first` is the first class in the file)."""
-    x, y = read_idx(images), read_idx(labels)
-    _check(images, x.shape[1:] == (28, 28) and len(x) > 0, f"an array of shape {x.shape}, not images of 28x28")
-    _check(labels, y.shape == (len(x),), f"an array of shape {y.shape} for {len(x)} images")
-    y = y.astype(np.int64) - first
-    _check(labels, y.min() >= 0 and y.max() < num_classes, f"labels {y.min()}..{y.max()} of {num_classes} classes")
-    return x, y
-
-
-def read_cifar(files: Sequence[Path], num_classes: int, digests: Mapping[str, str]) -> tuple[Array, Array]:
-    """Read images [n, 3, 32, 32] and their labels (of CIFAR-100 the fine ones) from CIFAR's binary files."""
-    # The format has no header: the files' sizes are compared, and for files of the published size the SHA-256.
-    parts, num_labels = CIFAR_PARTS[num_classes]
-    kinds, record = len(num_labels), len(num_labels) + math.prod(CIFAR_IMAGE)
-    sizes, pieces = [path.stat().st_size for path in files], []
-    unit = max(size // record // part for size, part in zip(sizes, parts, strict=True))  # damage makes a file shorter
-    for path, size, part in zip(files, sizes, parts, strict=True):
-        whole = 0 < size <= LARGEST_FILE and size == part * unit * record
-        _check(path, whole, f"{size} bytes are not {part * unit} records of CIFAR's binary version")
-        _check(path, unit != CIFAR_BATCH or sha256(path) == digests[path.name], "its checksum is not the published one")
-        pieces.append(np.fromfile(path, np.uint8).reshape(-1, record))
-        _check(path, bool((pieces[-1][:, :kinds] < num_labels).all()), "labels out of range")
-    records = np.concatenate(pieces)
-    return records[:, kinds:].reshape(-1, *CIFAR_IMAGE), records[:, kinds - 1].astype(np.int64)

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import sha256
-from pfedla.data.dataset import Dataset, load_arrays, pixel_statistics, read_cifar, read_idx_pair
+from pfedla.data.dataset import Dataset, load_arrays, pixel_statistics
+from pfedla.data.published import read_cifar, read_idx_pair
 
 
 class Source(BaseModel, frozen=True):
@@ -81,7 +82,7 @@ KNOWN = _read_catalogue()
 
 def find(name: str) -> Known:
     if name not in KNOWN:
-        raise unknown("data set", name, [*KNOWN, "a file.npz"])
+        raise unknown("data set", name, [*KNOWN, "a file .npz, .csv, .tsv or .parquet", "a folder of images"])
     return KNOWN[name]
 
 
@@ -113,9 +114,7 @@ def state_of(name: str) -> State:
 
 
 def load(name: str) -> Dataset:
-    """Load a data set by its name, or a file that ends in .npz."""
-    if name.endswith(".npz"):
-        return load_arrays(Path(name))
+    """Load a data set of the catalogue."""
     known, (here, place, _) = find(name), state_of(name)
     source, place = known.source, place or Path()
     if source and not here:

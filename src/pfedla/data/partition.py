@@ -13,6 +13,7 @@ from pydantic import Field
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.settings import AUTO, Auto, Option, Positive, Section, Share
+from pfedla.core.trees import leaves
 from pfedla.data.dataset import Array, Dataset
 from pfedla.data.datasets import KNOWN
 
@@ -45,13 +46,29 @@ class Data(Section):
     """Which data, and how they are split into clients."""
 
     dataset: Annotated[str, Option("dataset", "-d")] = "digits"
-    """A name of `pfedla data list`, or a file.npz of your own."""
+    """A name of `pfedla data list`, or your own: a file .npz, .csv, .tsv or .parquet, or a folder of images."""
+    label: Annotated[str, Option("label")] = AUTO
+    """Column of a table that is predicted, or several with commas between (survival: time,event). auto: label, y or
+    target."""
+    client: Annotated[str, Option("client")] = AUTO
+    """Column of a table that names the owner of each row. auto: client, if there is one."""
+    drop: Annotated[str, Option("drop")] = AUTO
+    """Columns of a table that are not used, with commas between. auto: none."""
+    text: Annotated[str, Option("text")] = AUTO
+    """Column of a table that holds text: it alone is the input, as token ids and mask. auto: none."""
+    tokenizer: Annotated[str, Option("tokenizer")] = AUTO
+    """Path of the tokenizer.json for `text`."""
+    text_length: Annotated[int, Field(ge=1, le=10**5)] | Auto = AUTO
+    """Tokens of a text: longer ones are cut, shorter ones padded. auto: 128."""
+    standardise: Annotated[Literal["site", "shared", "none"] | Auto, Option("standardise")] = AUTO
+    """Give every numeric feature mean 0 and standard deviation 1 over the training examples of each client (site) or
+    of all clients (shared). auto: site for tables, none for arrays."""
     classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO
     """Use only the first classes. auto: all; emnist 10, partition toy 9."""
     partition: Annotated[Partition | Auto, Option("partition")] = AUTO
     """classes: a few classes per client (non-IID_1); dominant: all classes, a few dominate (non-IID_2);
     dirichlet, shards, iid; twins, chain, toy: the paper's analyses; client: the owners in the data. auto:
-    client if the data have owners, else classes."""
+    client if the data have owners, else classes (iid where the task is not classification)."""
     clients: Annotated[Positive | Auto, Option("clients")] = AUTO
     """Number of clients. auto: 10, or the data's own; twins and chain 8, toy 6."""
     samples_per_client: Annotated[Positive | Auto, Option("samples")] = AUTO
@@ -80,11 +97,16 @@ class Data(Section):
 def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
     """Decide every "auto" that the partition uses, keep the examples of the classes used; refuse what it ignores."""
     owners, known = len(dataset.client_names), KNOWN.get(data.dataset)
-    partition: Partition = ("client" if owners else "classes") if data.partition == AUTO else data.partition
+    by_class = dataset.task == "classification"
+    default: Partition = "client" if owners else "classes" if by_class else "iid"
+    partition: Partition = default if data.partition == AUTO else data.partition
+    if not by_class and partition not in ("client", "iid"):
+        raise PfedlaError(f"partition '{partition}' splits by class, the task is {dataset.task}; use iid or client")
     fixed = DEFAULTS["toy"] if partition == "toy" else {}
     if partition == "client":
         if not owners:
-            raise PfedlaError(f"partition 'client': {dataset.name} has no array 'client', the owner of each example")
+            give = "give an array client, or of a table --client COLUMN"
+            raise PfedlaError(f"partition 'client': {dataset.name} names no owners; {give}")
         fixed = {"clients": owners, "samples_per_client": AUTO, "overlapping": False}
         fixed |= {} if dataset.test is None else {"test_share": AUTO}
     samples, limit = (known.samples_per_client, known.classes_limit) if known else (None, None)
@@ -101,7 +123,8 @@ def resolve(data: Data, dataset: Dataset) -> tuple[Data, Dataset]:
             raise PfedlaError(f"{key} is not used by partition '{partition}'; leave it out")
         if value != fixed.get(key, value):
             raise PfedlaError(f"{key} is fixed by partition '{partition}' of {dataset.name}; leave it out")
-    resolved = data.model_copy(update={**used, **given, "partition": partition, "classes_limit": num_classes})
+    used["classes_limit"] = num_classes if by_class else AUTO
+    resolved = data.model_copy(update={**used, **given, "partition": partition})
     if int(resolved.clients) > len(dataset.y) or int(resolved.clients) * num_classes > MOST_CELLS:
         there_are = f"{len(dataset.y)} examples; clients times classes may be {MOST_CELLS:,}"
         raise PfedlaError(f"clients = {resolved.clients} is too many: {dataset.name} has {there_are}")
@@ -121,7 +144,7 @@ def split_dataset(dataset: Dataset, data: Data, rng: Random) -> Split:
             raise PfedlaError(f"samples_per_client = {data.samples_per_client} is too few for all classes of a client")
     if not data.overlapping:
         return draw(dataset, quotas, rng)
-    if (size := int(quotas.sum()) * dataset.x[:1].nbytes) > LARGEST:
+    if (size := int(quotas.sum()) * sum(leaf[:1].nbytes for leaf in leaves(dataset.x))) > LARGEST:
         raise PfedlaError(f"samples_per_client: {data.clients} overlapping clients take {size >> 30} GiB")
     alone = [draw(dataset, quotas[:, [client]], rng) for client in range(int(data.clients))]
     return [[split[part][0] for split in alone] for part in (0, 1)]
@@ -145,7 +168,7 @@ def _has_every_class(quotas: Array, data: Data) -> bool:
 def _find_largest(dataset: Dataset, data: Data, count: Count, demand: Array) -> Array:
     """Find the largest quotas that the classes (and the parts of a ready test split) allow."""
     parts = [...] if dataset.test is None else [~dataset.test, dataset.test]
-    available = np.stack([np.bincount(dataset.y[part], minlength=len(dataset.classes)) for part in parts])
+    available = np.stack([np.bincount(dataset.strata[part], minlength=len(dataset.classes)) for part in parts])
     demand = np.where(demand > 0, demand, np.nan)  # classes that nobody asks for are no bound
     # Of a ready test split each part is a bound too; rounding moves at most two examples of a class per client.
     shares = np.array([[1 - float(data.test_share)], [float(data.test_share)]])
@@ -165,10 +188,10 @@ def _find_largest(dataset: Dataset, data: Data, count: Count, demand: Array) -> 
 
 def draw(dataset: Dataset, quotas: Array, rng: Random) -> Split:
     """Draw random examples by quota [2, clients, classes], disjoint; test examples come from a ready test split."""
-    clients = quotas.shape[1]
+    clients, strata = quotas.shape[1], dataset.strata
     owners = np.full((2, len(dataset.y)), clients)  # nobody's, until drawn
     for label, quota in enumerate(np.moveaxis(quotas, 2, 0)):
-        rows, needs = rng.permutation(np.flatnonzero(dataset.y == label)), quota.sum(1)
+        rows, needs = rng.permutation(np.flatnonzero(strata == label)), quota.sum(1)
         ready = np.arange(len(rows)) < needs[1] if dataset.test is None else dataset.test[rows]
         for part, pool in enumerate((rows[~ready], rows[ready])):
             if needs[part] > len(pool):
@@ -188,13 +211,13 @@ def _group(owner: Array, clients: int) -> list[Array]:
 def _split_by_client(dataset: Dataset, data: Data, rng: Random) -> Split:
     """Split by the owners that the data name; the test split is theirs, or drawn per class."""
     assert dataset.client is not None  # `resolve` has seen it
-    own_rows, test = _group(dataset.client, len(dataset.client_names)), dataset.test
+    own_rows, test, strata = _group(dataset.client, len(dataset.client_names)), dataset.test, dataset.strata
     if test is None:
         test = np.zeros(len(dataset.y), bool)
-        examples = np.stack([np.bincount(dataset.y[rows], minlength=len(dataset.classes)) for rows in own_rows])
+        examples = np.stack([np.bincount(strata[rows], minlength=len(dataset.classes)) for rows in own_rows])
         for rows, quota in zip(own_rows, quotas_of(examples, data)[1], strict=True):
             for label, count in enumerate(quota):
-                test[rng.permutation(rows[dataset.y[rows] == label])[:count]] = True
+                test[rng.permutation(rows[strata[rows] == label])[:count]] = True
     return [[rows[test[rows] == part] for rows in own_rows] for part in (False, True)]
 
 
@@ -224,7 +247,7 @@ def choose_rule(dataset: Dataset, data: Data, rng: Random) -> tuple[Count, Array
     """Draw which client gets which class; also return how many of each class one sample per client takes [classes]."""
     clients = int(data.clients)
     if data.partition in DEALT:
-        available = np.bincount(dataset.y, minlength=len(dataset.classes))
+        available = np.bincount(dataset.strata, minlength=len(dataset.classes))
         seed = int(rng.integers(2**63))
         return partial(_deal, data, available, seed), clients * available / available.sum()
     shares = _choose_shares(dataset, data, rng)
