@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pfedla.report import reading
-from pfedla.report.reading import Alpha, Array, Values
+from pfedla.report.reading import Alpha, Array, Metric, Values
 from pfedla.report.tables import Row, shorten, where
 
 Size = tuple[float, float]  # width and height in inches
@@ -27,7 +27,7 @@ def panels(count: int, size: Size, *, most: int = 10, margin: Size = (0, 0), **o
     return figure, axes[:count]
 
 
-def finish_curves(axis: Any, title: str, *, ylabel: str = "test accuracy (%)", size: int = 10) -> None:
+def finish_curves(axis: Any, title: str, *, ylabel: str, size: int = 10) -> None:
     """Label an axis of curves over rounds."""
     from matplotlib.ticker import MaxNLocator
 
@@ -48,8 +48,8 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
-def _read_curve(lines: Sequence[Values], key: str) -> Array:
-    return 100 * np.array([reading.honest_part(line)["accuracy"][key] for line in lines], float)
+def _read_curve(lines: Sequence[Values], key: str, metric: Metric) -> Array:
+    return metric.factor * np.array([reading.honest_part(line)["score"][key] for line in lines], float)
 
 
 def _mark(rounds: Sequence[int]) -> Values:
@@ -60,49 +60,55 @@ def draw_run(run: Path) -> list[Path]:
     """Draw all figures of one run; return their paths."""
     result, alpha = reading.read_result(run / "result.json"), reading.read_alpha(run)
     title = escape_math(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
-    figures = {"learning_curve": _draw_learning_curve(reading.read_rounds(run), title)}
+    figures = {"learning_curve": _draw_learning_curve(reading.read_rounds(run), title, Metric.of(result))}
     if alpha is not None:
+        names = reading.client_names(run)
         neighbours = reading.read_experiment(run)["algorithm"].get("neighbours", "all")
-        figures["alpha"] = _draw_alpha(alpha, neighbours, title)
+        figures["alpha"] = _draw_alpha(alpha, names, neighbours, title)
         above = f"Self-weight per layer: mean and range of the clients\n{title}"
         figures["self_weight"] = _draw_by_layer(alpha, alpha.own, 1, title=above, ylabel="self-weight")
         if attackers := result.get("attackers"):
             honest = [client for client in range(alpha.values.shape[1]) if client not in attackers]
             taken = alpha.values[:, honest][..., attackers].sum(-1).swapaxes(1, 2)  # [snapshots, layers, honest]
-            who = ", ".join(map(str, attackers[:10])) + (", …" if len(attackers) > 10 else "")
+            who = ", ".join(escape_math(shorten(names[client])) for client in attackers[:10]) + (
+                ", …" if len(attackers) > 10 else ""
+            )
             above = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
             ylabel = "weight on the attackers"
             figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), title=above, ylabel=ylabel)
     return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
 
 
-def _draw_learning_curve(rounds: Sequence[Values], title: str) -> Any:
+def _draw_learning_curve(rounds: Sequence[Values], title: str, metric: Metric) -> Any:
     figure, (axis,) = panels(1, (6, 3.6))
     x = [line["round"] for line in rounds]
-    after = 100 * np.array([line["accuracy_after_training"] for line in rounds], float)
-    axis.plot(x, _read_curve(rounds, "mean"), "C0", label="personal models, mean of clients", **_mark(x))
-    axis.plot(x, _read_curve(rounds, "p10"), "C0:", label="personal models, 10th percentile of clients")
+    after = metric.factor * np.array([line["score_after_training"] for line in rounds], float)
+    axis.plot(x, _read_curve(rounds, "mean", metric), "C0", label="personal models, mean of clients", **_mark(x))
+    label = f"personal models, {metric.percentile} of clients"
+    axis.plot(x, _read_curve(rounds, "p10", metric), "C0:", label=label)
     axis.plot(x, after, "C1", linewidth=1, label="after local training, mean of the cohort")
-    finish_curves(axis, title, size=12)
+    finish_curves(axis, title, ylabel=metric.axis, size=12)
     axis.legend(fontsize=8)
     return figure
 
 
-def _draw_alpha(alpha: Alpha, neighbours: int | str, title: str) -> Any:
+def _draw_alpha(alpha: Alpha, names: Sequence[str], neighbours: int | str, title: str) -> Any:
     """Draw one heat map per layer: rows receive, columns send."""
     from matplotlib.colors import PowerNorm
 
     last = alpha.values[-1]
     scale = PowerNorm(0.5, vmin=0, vmax=1)  # a square-root scale shows small weights
     figure, axes = panels(len(alpha.layers), (2.9, 2.9), most=5, margin=(0.8, 0.5))
-    ticks = np.arange(0, len(last), -(-len(last) // 10))
+    short = [shorten(name) for name in names]
     for layer, (axis, name) in enumerate(zip(axes, alpha.layers, strict=True)):
         image = axis.imshow(last[:, layer], norm=scale, cmap="viridis", interpolation="nearest")
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("sender", fontsize=8)
         axis.set_ylabel("receiver", fontsize=8)
-        axis.set(xticks=ticks, yticks=ticks)
+        _label(axis.xaxis, short, most=10)
+        _label(axis.yaxis, short, most=10)
         axis.tick_params(labelsize=7)
+        axis.tick_params(axis="x", rotation=0 if max(map(len, short)) <= 3 else 90)
     figure.colorbar(image, ax=figure.axes, shrink=0.8, label="weight (square-root scale)")
     cut = "" if neighbours == "all" else f"; the {neighbours} largest of a row are mixed"
     figure.suptitle(f"Weights after round {alpha.rounds[-1]}{cut}\n{title}", fontsize=10)
@@ -126,11 +132,12 @@ def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, yla
 def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     """Draw mean and standard deviation over seeds; dashed, each other seed of a method that gave up on one."""
     shown = [row for row in rows if row.folders]
+    metric = shown[0].metric
     figure, (axis,) = panels(1, (6.5, 4))
     for position, row in enumerate(shown):
         colour, count = f"C{position}", len(row.folders)
         lines = [reading.read_rounds(folder) for folder in row.folders]
-        curves, x = np.array([_read_curve(one, "mean") for one in lines]), [line["round"] for line in lines[0]]
+        curves, x = np.array([_read_curve(one, "mean", metric) for one in lines]), [line["round"] for line in lines[0]]
         if row.gave_up:
             labels = [f"{row.algorithm} ({row.outcome})", *[None] * (count - 1)]
             axis.plot(x, curves.T, label=labels, color=colour, linestyle="--", linewidth=0.8)
@@ -143,7 +150,8 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
     result = shown[0].results[0]
     clients = "honest" if "honest" in result else "all"
     band = ", band: ± standard deviation over seeds" if any(len(row.folders) > 1 for row in shown) else ""
-    finish_curves(axis, f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}")
+    title = f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}"
+    finish_curves(axis, title, ylabel=metric.axis)
     axis.legend(fontsize=8)
     return save(figure, path)
 
@@ -183,5 +191,5 @@ def _draw_classes(figure: Any, axis: Any, totals: Array) -> None:
 
 def _label(axis: Any, names: list[str], most: int) -> None:
     """Label at most so many ticks, evenly spread."""
-    ticks = np.arange(0, len(names), -(-len(names) // most))
+    ticks = range(0, len(names), -(-len(names) // most))
     axis.set_ticks(ticks, [escape_math(names[tick]) for tick in ticks])

@@ -23,7 +23,7 @@ from scipy.spatial.distance import pdist, squareform
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object
 from pfedla.report import reading
-from pfedla.report.reading import MIB, SPREAD, Array, Values, honest_part
+from pfedla.report.reading import MIB, SPREAD, Array, Metric, Values, honest_part
 from pfedla.report.tables import warnings, where
 
 ASSETS = ("page.html", "page.css", "charts.js", "alpha.js", "page.js")
@@ -36,12 +36,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WATCHED = ("rounds.jsonl", "alpha.safetensors", "result.json")
 SERVED = {"/": "text/html; charset=utf-8", "/data.json": "application/json"}
 HEADERS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-ATTACKED = "Some clients attack on purpose. Accuracies are of the honest ones."
+ATTACKED = "Some clients attack on purpose. Scores are of the honest ones."
 
 
 def write_page(runs: Sequence[Path], path: Path) -> Path:
+    page = render_page(collect_page_data(runs))  # first: a folder that does not exist is refused, not made
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page(collect_page_data(runs)), encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -99,6 +100,12 @@ def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
         drawn = {key: federation[key] for key in ("clients", "classes", "train")} | {"order": order_by_labels(known)}
     found: Values = {"folder": run.resolve().name, "path": os.fspath(run), "algorithm": experiment["algorithm"]["name"]}
     found |= {"seed": experiment["seed"], "rounds": experiment["rounds"], "where": where(setting)}
+    metric = Metric.of({"task": reading.task_of_run(run)})
+    found["metric"] = _describe_metric(metric) | {
+        "short": metric.label,
+        "axis": metric.axis,
+        "percentile": metric.percentile,
+    }
     found["curve"] = [_summarise(line) for line in _thin(lines, PAGE_LINES // num_runs)]
     # A server may not know the fingerprint; then the federation equals no other.
     found["fingerprint"] = federation.get("fingerprint") or f"unknown: {run}"
@@ -111,21 +118,29 @@ def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
         return found | _collect_result(result, names, known)
     phases = {phase: sum(line["seconds"].get(phase, 0) for line in lines) for phase in last.get("seconds", {})}
     found |= {"played": last.get("round", 0), "warnings": [ATTACKED] * ("honest" in last), "phases": phases}
-    return found | {"clients": [], "unseen": None, "refused": None}
+    return found | {"clients": [], "unseen": None, "refused": None, "metrics": [], "baseline": None}
+
+
+def _describe_metric(metric: Metric) -> Values:
+    return {"name": metric.name, "label": metric.description, "percent": metric.percent, "sign": metric.sign}
 
 
 def _collect_result(result: Values, names: list[str], counts: Array | None) -> Values:
     """Return what only a finished run has."""
     clients, attackers = [], result.get("attackers", [])
-    accuracies = (result[key]["per_client"] for key in ("accuracy", "accuracy_after_training"))
-    for client, (name, accuracy, after) in enumerate(zip(names, *accuracies, strict=True)):
+    scores = (result[key]["per_client"] for key in ("score", "score_after_training"))
+    for client, (name, score, after) in enumerate(zip(names, *scores, strict=True)):
         examples, attacks = None if counts is None else int(counts[client].sum()), client in attackers
-        clients.append({"name": name, "accuracy": accuracy, "after": after, "examples": examples, "attacks": attacks})
+        clients.append({"name": name, "score": score, "after": after, "examples": examples, "attacks": attacks})
     unseen = result.get("unseen")
     if unseen:
-        means = {"before": "accuracy_before", "joined": "accuracy", "alone": "accuracy_alone"}
+        means = {"before": "score_before", "joined": "score", "alone": "score_alone"}
         unseen = {"clients": len(unseen["clients"])} | {to: unseen[key]["mean"] for to, key in means.items()}
+    if baseline := result["baseline"]:
+        baseline = {"name": baseline["name"]} | {key: baseline["score"][key] for key in SPREAD}
+    metrics = [_describe_metric(Metric.named(name)) | spread for name, spread in result["metrics"].items()]
     found = {"played": result["rounds"], "warnings": warnings([result]), "phases": result["seconds"]["phases"]}
+    found |= {"metrics": metrics, "baseline": baseline}
     return found | {"clients": clients, "unseen": unseen, "refused": result["refused_uploads"]}
 
 
@@ -138,12 +153,12 @@ def _thin(items: Sequence[Any], most: int) -> list[Any]:
 def _summarise(found: Values) -> Values:
     """Return what curves and the summary show of a line of rounds.jsonl, or of a result."""
     honest, traffic = honest_part(found), found.get("traffic", found)
-    summary = {key: honest["accuracy"][key] for key in SPREAD}
+    summary = {key: honest["score"][key] for key in SPREAD}
     summary |= {"down": traffic["down_bytes"] / MIB, "up": traffic["up_bytes"] / MIB}
     if "traffic" in found:
-        return summary | {"after": honest["accuracy_after_training"]["mean"], "seconds": found["seconds"]["total"]}
+        return summary | {"after": honest["score_after_training"]["mean"], "seconds": found["seconds"]["total"]}
     # After training a line has the mean of all clients only: where some attack, the honest part has none.
-    summary |= {"after": honest.get("accuracy_after_training"), "seconds": None}
+    summary |= {"after": honest.get("score_after_training"), "seconds": None}
     return summary | {key: found[key] for key in ("round", "loss", "training_loss", "retained")}
 
 

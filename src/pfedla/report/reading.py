@@ -1,14 +1,15 @@
-"""Read run folders without torch: result.json, rounds.jsonl, alpha.safetensors, federation.json. Formats 1 and 2."""
+"""Read run folders without torch: result.json, rounds.jsonl, alpha.safetensors, federation.json. Formats 1 to 3."""
 
 import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from pfedla.core.errors import PfedlaError
@@ -19,6 +20,7 @@ Values = dict[str, Any]
 MIB = 2**20
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
+Score = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Round = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
@@ -31,26 +33,132 @@ def _shape(fields: Values) -> Any:
     return create_model("Shape", __config__=ConfigDict(strict=True), **made)
 
 
-_SPREAD, _TRAFFIC = dict.fromkeys(SPREAD, Share | None), {"down_bytes": Count, "up_bytes": Count}
-_Spread, _PerClient = _shape(_SPREAD), _shape(_SPREAD | {"per_client": list[Share | None]})
-_ACCURACIES = dict.fromkeys(("accuracy", "accuracy_after_training"), _Spread)
-_Unseen = _shape(_ACCURACIES | {"accuracy_before": _Spread, "accuracy_alone": _Spread, "clients": list[Any]})
+_SPREAD, _TRAFFIC = dict.fromkeys(SPREAD, Score | None), {"down_bytes": Count, "up_bytes": Count}
+_Spread, _PerClient = _shape(_SPREAD), _shape(_SPREAD | {"per_client": list[Score | None]})
+_SCORES = dict.fromkeys(("score", "score_after_training"), _Spread)
+_Unseen = _shape(_SCORES | {"score_before": _Spread, "score_alone": _Spread, "clients": list[Any]})
+_Task = _shape({"name": str, "metric": str, "higher_is_better": bool, "percent": bool})
 _Result = _shape(
-    {"format": (Annotated[int, Field(ge=1, le=2)], 1)}  # a file of format 1 does not name it
+    {"format": (Annotated[int, Field(ge=1, le=3)], 1)}  # a file of format 1 does not name it
     | dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str)
     | dict.fromkeys(("clients", "seed", "refused_uploads"), Count)
-    | dict.fromkeys(_ACCURACIES, _PerClient)
+    | dict.fromkeys(_SCORES, _PerClient)
+    | {"task": _Task, "metrics": dict[str, _PerClient]}  # type: ignore[valid-type]
+    | {"baseline": _shape({"name": str, "score": _PerClient}) | None}
     | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
     | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
-    | {"attackers": (list[Any], []), "honest": (_shape(_ACCURACIES) | None, None), "unseen": (_Unseen | None, None)}
+    | {"attackers": (list[Any], []), "honest": (_shape(_SCORES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(
     _TRAFFIC
     | {"round": Round, "loss": float | None, "training_loss": float | None, "seconds": dict[str, Seconds]}
     | {"cohort": list[Count], "retained": dict[str, Count], "failures": Failures}
-    | {"accuracy": _Spread, "accuracy_after_training": Share | None}
-    | {"honest": (_shape({"accuracy": _Spread}) | None, None)}
+    | {"score": _Spread, "score_after_training": Score | None}
+    | {"honest": (_shape({"score": _Spread}) | None, None)}
 )
+_OLD_TASK = {"name": "classification", "metric": "accuracy", "higher_is_better": True, "percent": True}
+_KNOWN = {  # metric -> its label, whether higher is better, whether it is shown as a percentage
+    "accuracy": ("accuracy", True, True),
+    "balanced_accuracy": ("balanced accuracy", True, True),
+    "macro_f1": ("macro F1", True, False),
+    "auroc": ("AUROC", True, False),
+    "auprc": ("AUPRC", True, False),
+    "brier": ("Brier score", False, False),
+    "ece": ("calibration error", False, False),
+    "rmse": ("RMSE", False, False),
+    "mae": ("MAE", False, False),
+    "r2": ("R²", True, False),
+    "c_index": ("c-index", True, False),
+    "loss": ("loss", False, False),
+}
+
+
+class Metric(NamedTuple):
+    """How a score is called, shown and compared. A score is as files have it: an accuracy is a fraction."""
+
+    name: str = "accuracy"
+    higher_is_better: bool = True
+    percent: bool = True
+
+    @classmethod
+    def of(cls, found: Values) -> Self:
+        """Return the headline metric of a result or a federation; without a task (old files) it is accuracy."""
+        task = found.get("task", _OLD_TASK)
+        return cls(task["metric"], task["higher_is_better"], task["percent"])
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return another metric of a task by its name alone."""
+        return cls(name, *_KNOWN.get(name, ("", True, False))[1:])
+
+    @property
+    def label(self) -> str:
+        return _KNOWN[self.name][0] if self.name in _KNOWN else self.name.replace("_", " ")
+
+    @property
+    def heading(self) -> str:
+        """The head of a column: accuracy %, AUROC, RMSE (lower is better)."""
+        return self.label + self.unit + self._direction
+
+    @property
+    def description(self) -> str:
+        """The metric in a text: accuracy, RMSE (lower is better)."""
+        return self.label + self._direction
+
+    @property
+    def _direction(self) -> str:
+        return "" if self.higher_is_better else " (lower is better)"
+
+    @property
+    def axis(self) -> str:
+        """The label of an axis: test accuracy (%), test RMSE."""
+        return f"test {self.label} (%)" if self.percent else f"test {self.label}"
+
+    @property
+    def percentile(self) -> str:
+        """What `p10` of a spread is: a tenth of the clients are worse."""
+        return "10th percentile" if self.higher_is_better else "90th percentile"
+
+    @property
+    def unit(self) -> str:
+        return " %" if self.percent else ""
+
+    @property
+    def factor(self) -> int:
+        """From a score to the number that is shown."""
+        return 100 if self.percent else 1
+
+    @property
+    def sign(self) -> int:
+        """A score times this is higher where it is better."""
+        return 1 if self.higher_is_better else -1
+
+    def show(self, score: float | None) -> str:
+        """Return 91.3 %, 0.913, 1234 or, where it is undefined, a dash."""
+        return "–" if score is None else self.show_number(self.factor * score) + self.unit
+
+    def show_number(self, number: float, digits: int = 1) -> str:
+        """Return a score times `factor` without its unit; `digits` are of percentages."""
+        return f"{number:.4g}" if abs(number) >= 100 and not self.percent else f"{number:.{self.digits(digits)}f}"
+
+    def digits(self, of_percentages: int) -> int:
+        return of_percentages if self.percent else 3
+
+
+def upgrade(found: Values) -> Values:
+    """Return a result, a line or a cell with the names of format 3, in which `accuracy` is `score`."""
+    names = (key.replace("accuracy", "score", 1) if key.startswith("accuracy") else key for key in found)
+    renamed = dict(zip(names, found.values(), strict=True))
+    inner = {key: upgrade(renamed[key]) for key in ("honest", "unseen") if isinstance(renamed.get(key), dict)}
+    return renamed | inner
+
+
+def task_of_run(run: Path) -> Values:
+    """Return the task of a run, finished or not: its name, metric, higher_is_better, percent."""
+    path = run / "federation.json"
+    task: Values = read_object(path).get("task", _OLD_TASK) if path.exists() else _OLD_TASK
+    _check(_Task.model_validate, task, path)
+    return task
 
 
 def _check(validate: Callable[[Any], Any], content: Any, path: Path) -> None:
@@ -61,20 +169,29 @@ def _check(validate: Callable[[Any], Any], content: Any, path: Path) -> None:
         raise PfedlaError(f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
 
 
+def client_names(run: Path) -> list[str]:
+    return list(read_object(run / "federation.json")["clients"])
+
+
 def read_result(path: Path) -> Values:
     """Return the checked content of a result.json. The algorithm has its present name."""
-    content = read_object(path)
+    content = upgrade({"task": _OLD_TASK, "metrics": {}, "baseline": None} | read_object(path))
     _check(_Result.model_validate, content, path)
     if "format" not in content and (path.parent / "experiment.toml").exists():
         content["algorithm"] = read_experiment(path.parent)["algorithm"]["name"]
     return content
 
 
+def _parse_line(line: str) -> Any:
+    content = from_json(line)
+    return upgrade(content) if isinstance(content, dict) else content
+
+
 def round_of(line: str) -> int | None:
     """Return the round of a line of rounds.jsonl; None for a line that was cut off or is damaged."""
     try:
-        return int(_Round.model_validate_json(line).round)
-    except ValidationError:
+        return int(_Round.model_validate(_parse_line(line)).round)
+    except ValueError:  # also pydantic's ValidationError
         return None
 
 
@@ -83,9 +200,13 @@ def read_rounds(run: Path) -> list[Values]:
     path = run / "rounds.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    for line in lines:
-        _check(_Round.model_validate_json, line, path)
-    return [json.loads(line) for line in lines]
+    try:
+        found = [_parse_line(line) for line in lines]
+    except ValueError as error:
+        raise PfedlaError(f"{path} is damaged: {error}") from None
+    for content in found:
+        _check(_Round.model_validate, content, path)
+    return found
 
 
 class Alpha(NamedTuple):
@@ -124,7 +245,7 @@ def read_experiment(run: Path) -> Values:
 
 
 def honest_part(result: Values) -> Values:
-    """Return the part of a result or line that has its accuracies: the honest clients', if some attack."""
+    """Return the part of a result or line that has its scores: the honest clients', if some attack."""
     return dict(result.get("honest", result))
 
 

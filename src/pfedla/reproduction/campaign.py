@@ -19,6 +19,7 @@ from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, Sto
 from pfedla.core.files import read_object, safe_name, write_text
 from pfedla.core.settings import AUTO, Section
 from pfedla.data import datasets
+from pfedla.report import reading
 from pfedla.report.reading import Values, flatten, read_alpha, read_result, read_rounds
 from pfedla.report.tables import Row
 from pfedla.runs.build import build
@@ -29,7 +30,7 @@ from pfedla.runs.run import Run
 
 Stopping = Callable[[], bool]
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
-FORMAT = 2  # of results.json; 1 had no "format"
+FORMAT = 3  # of results.json; 1 had no "format", 2 had accuracy for score
 SNAPSHOTS = 21  # of alpha in a summary, at most
 MACHINE = ("torch", "cpu", "cpu_model")  # a repetition on the same has the same bits
 Summary = Mapping[str, Any]  # what results.json holds, or one of its cells
@@ -177,9 +178,16 @@ class Stored(NamedTuple):
         return all(value in (AUTO, settings.get(key)) for key, value in cell.settings.items())
 
 
+def read_summary(path: Path) -> Values:
+    """Return the content of a results.json with the names of today."""
+    summary = read_object(path)
+    cells = {key: list(map(reading.upgrade, summary[key])) for key in ("cells", "other_cells") if key in summary}
+    return summary | cells
+
+
 def read_cells(path: Path) -> list[Stored]:
     """Return all cells of a results.json; experiments of format 1 are translated."""
-    summary = read_object(path) if path.exists() else {"cells": []}
+    summary = read_summary(path) if path.exists() else {"cells": []}
     return [_restore(cell) for cell in [*summary["cells"], *summary.get("other_cells", [])]]
 
 
@@ -289,10 +297,10 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         retained.update(line["retained"])
     summary = {
         **cell.place,
-        **{key: result[key] for key in ("accuracy", "traffic", "leaked_test_share", "refused_uploads")},
-        "accuracy_after_training": result["accuracy_after_training"]["mean"],
+        **{key: result[key] for key in ("task", "score", "traffic", "leaked_test_share", "refused_uploads")},
+        "score_after_training": result["score_after_training"]["mean"],
         "subset": Path(result["subset"]).name,
-        "curve": [[line["round"], line["accuracy"]["mean"]] for line in lines],
+        "curve": [[line["round"], line["score"]["mean"]] for line in lines],
         "retained": dict(retained),
         "seconds": round(result["seconds"]["total"], 1),
         "run_by": read_object(run / COMMIT) | {key: machine[key] for key in (*MACHINE, "python") if key in machine},
@@ -331,7 +339,7 @@ def collect_rows(summary: Summary) -> dict[str, dict[str, Row]]:
     for column in summary["columns"]:
         cells = [cell for cell in summary["cells"] if cell["column"] == column]
         for name in summary["rows"] if cells else []:
-            done = [cell for cell in cells if cell["row"] == name and "accuracy" in cell]
+            done = [cell for cell in cells if cell["row"] == name and "score" in cell]
             failed = [cell for cell in cells if cell["row"] == name and "reason" in cell]
             # A method that runs on one seed applies; then its other reasons are that it gave up.
             gave_up = {cell["seed"]: cell["reason"] for cell in failed if done or cell.get("gave_up")}

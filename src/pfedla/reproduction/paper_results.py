@@ -15,27 +15,37 @@ from pfedla.core.models import model_for, outline
 from pfedla.core.rounds import plan_traffic
 from pfedla.data.datasets import find
 from pfedla.report.figures import finish_curves, panels, save
-from pfedla.report.reading import MIB, Array, Values
+from pfedla.report.reading import MIB, Array, Metric, Values
 from pfedla.report.tables import Row, markdown_table, mean_and_std, rank, show_mean
 from pfedla.reproduction.campaign import Grid, Paper, Summary, collect_rows
 
 TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
 ROUNDS = 75  # of the paper's table of MiB
 NOTE = (
-    "Test accuracy in % of the personal models on every client's own test data, mean of clients, last round. "
+    "Test {metric} of the personal models on every client's own test data, mean of clients, last round. "
     "With several seeds: mean ± standard deviation (seeds). Bold: ahead of every other row by a paired "
     "t-test at 5 %, with at least three seeds. A dash: the method does not apply to the model."
 )
 PAIRED_NOTE = (
-    "Difference to the first, the row with the highest mean of those with the most seeds: paired over the "
+    "Difference to the first, the row with the {best} mean of those with the most seeds: paired over the "
     "seeds that both have, mean ± standard error (seeds). Bold: a paired t-test supports it at 5 %."
 )
 
 
+def metric_of(summary: Summary) -> Metric:
+    return Metric.of(next((cell for cell in summary["cells"] if "score" in cell), {}))
+
+
+def explain(summary: Summary) -> str:
+    """Return what the main table shows."""
+    metric = metric_of(summary)
+    return NOTE.format(metric=metric.description + " in %" * metric.percent)
+
+
 def show_row(row: Row, best: str | None) -> str:
-    """Return the accuracy of a row: mean ± standard deviation (seeds), or why there is none."""
-    count = len(row.accuracies)
-    shown = row.outcome or show_mean(row.accuracies.values(), 2) + f" ({count})" * (count > 1)
+    """Return the score of a row: mean ± standard deviation (seeds), or why there is none."""
+    count = len(row.scores)
+    shown = row.outcome or show_mean(row.scores.values(), row.metric, 2) + f" ({count})" * (count > 1)
     return f"**{shown}**" if row.algorithm == best else shown
 
 
@@ -56,7 +66,7 @@ def average_saved_mib(row: Row) -> float | None:
         experiment = cell["experiment"]
         if experiment["algorithm"].get("retained_layers") and experiment["participation"] == 1:
             layers = layers_of(experiment["data"]["dataset"], experiment["model"])
-            full = plan_traffic(layers, len(cell["accuracy"]["per_client"]), cell["rounds"], []).down_bytes
+            full = plan_traffic(layers, len(cell["score"]["per_client"]), cell["rounds"], []).down_bytes
             saved.append((full - cell["traffic"]["down_bytes"]) / MIB)
     return statistics.mean(saved) if saved else None
 
@@ -95,12 +105,12 @@ def tabulate_differences(summary: Summary) -> list[list[str]]:
     lines = [[""], *([row] for row in summary["rows"])]
     for column, rows in collect_rows(summary).items():
         first, _, differences = rank(rows.values())
-        if first is None or len(rows[first].accuracies) < 2:
+        if first is None or len(rows[first].scores) < 2:
             continue
         lines[0].append(column)
         for line in lines[1:]:
             difference = differences.get(line[0])
-            shown = "first" if line[0] == first else str(difference or "–")
+            shown = "first" if line[0] == first else difference.show(rows[first].metric) if difference else "–"
             line.append(f"**{shown}**" if difference and difference.is_supported else shown)
     return [line for line in lines if set(line[1:]) - {"–"}]
 
@@ -118,7 +128,7 @@ def describe_columns(summary: Summary) -> list[str]:
         subset = f" (subset {' / '.join(subsets)})" if subsets else ""
         leak = f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         lines.append(
-            f"{column}: {data['dataset']}{subset}{leak}, {len(first['accuracy']['per_client'])} clients of "
+            f"{column}: {data['dataset']}{subset}{leak}, {len(first['score']['per_client'])} clients of "
             f"{data['samples_per_client']} images, {100 * experiment['participation']:.0f} % a round, "
             f"{'/'.join(map(str, sorted({cell['rounds'] for cell in cells})))} rounds, "
             f"{experiment['training']['local_epochs']} local epochs; "
@@ -129,21 +139,23 @@ def describe_columns(summary: Summary) -> list[str]:
 
 def to_markdown(summary: Summary, paper: Paper) -> str:
     parts = [markdown_table(weights)] if (weights := tabulate_weights(summary)) else []
-    parts += [markdown_table(tabulate(summary, paper)), NOTE]
+    parts += [markdown_table(tabulate(summary, paper)), explain(summary)]
     if differences := tabulate_differences(summary):
-        parts += [markdown_table(differences), PAIRED_NOTE]
+        best = "highest" if metric_of(summary).higher_is_better else "lowest"
+        parts += [markdown_table(differences), PAIRED_NOTE.format(best=best)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in describe_columns(summary))]) + "\n"
 
 
 def to_csv(summary: Summary, paper: Paper) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    ours = ["seeds", "accuracy", "std", "mib", "difference_to_first", "standard_error", "paired_seeds"]
-    writer.writerow(["column", "row", *ours, "paper_accuracy", "paper_std", "paper_mib", "reason"])
+    name = metric_of(summary).name
+    ours = ["seeds", name, "std", "mib", "difference_to_first", "standard_error", "paired_seeds"]
+    writer.writerow(["column", "row", *ours, f"paper_{name}", "paper_std", "paper_mib", "reason"])
     for column, rows in collect_rows(summary).items():
         differences = rank(rows.values()).differences
         for name, row in rows.items():
-            numbers = (*mean_and_std(row.accuracies.values()), row.mib, *differences.get(name, [None] * 3))
+            numbers = (*mean_and_std(row.scores.values()), row.mib, *differences.get(name, [None] * 3))
             shown = [round(value, 4) if isinstance(value, float) else value for value in numbers]
             theirs = [paper.get(column, {}).get(name, {}).get(key) for key in ("mean", "std", "mib")]
             reason = next(iter(row.gave_up.values()), row.not_applicable)
@@ -216,9 +228,11 @@ def tabulate_weights(summary: Summary) -> list[list[str]]:
     """Return the numbers of a figure as a table; nothing for a table."""
     form, header, lines = summary["form"], [""], []
     if form == "toy":
-        cells = [cell for cell in summary["cells"] if "accuracy" in cell]
-        rows = [[one["row"], f"{100 * one['accuracy']['per_client'][TARGET]:.2f}", str(one["seed"])] for one in cells]
-        return [["client 1", "accuracy %", "seed"], *rows]
+        metric, cells = metric_of(summary), [cell for cell in summary["cells"] if "score" in cell]
+        scores = [metric.factor * one["score"]["per_client"][TARGET] for one in cells]
+        shown = [metric.show_number(score, 2) for score in scores]
+        rows = [[one["row"], score, str(one["seed"])] for one, score in zip(cells, shown, strict=True)]
+        return [["client 1", metric.heading, "seed"], *rows]
     for panel in collect_weights(summary):
         if form == "heatmap":
             layer = summary["layers"][panel.cells[0]["column"]]
@@ -284,23 +298,23 @@ def draw_layer_weights(summary: Summary, paper: Paper) -> Any:
 
 
 def draw_toy(summary: Summary, paper: Paper) -> Any:
-    """Draw (a) the accuracy of every client, (b) the self-weights of client 1, by row."""
+    """Draw (a) the score of every client, (b) the self-weights of client 1, by row."""
     figure, (left, right) = panels(2, (4.5, 3.2))
-    accuracies, weights = {}, {}
+    metric, scores, weights = metric_of(summary), {}, {}
     for panel in collect_weights(summary):
         row = f"{panel.cells[0]['row']} ({count_seeds(len(panel.cells))})"
-        accuracies[row] = 100 * np.mean([cell["accuracy"]["per_client"] for cell in panel.cells], axis=0)
+        scores[row] = metric.factor * np.mean([cell["score"]["per_client"] for cell in panel.cells], axis=0)
         weights[row] = panel.own
-    draw_bars(left, [str(client + 1) for client in range(len(accuracies[row]))], accuracies)
+    draw_bars(left, [str(client + 1) for client in range(len(scores[row]))], scores)
     draw_bars(right, panel.layers, weights)
-    left.set(title=f"(a) {panel.cells[0]['column']}, last round", xlabel="client", ylabel="test accuracy (%)")
+    left.set(title=f"(a) {panel.cells[0]['column']}, last round", xlabel="client", ylabel=metric.axis)
     right.set(title="(b) self-weight of client 1, last round", ylabel="weight")
     left.legend(fontsize=8)
     return figure
 
 
 def draw_options(summary: Summary, paper: Paper) -> Any:
-    """Draw the accuracy by k or K (rows "name, k = 3"): a line per name, and the paper's; dashed: MiB."""
+    """Draw the score by k or K (rows "name, k = 3"): a line per name, and the paper's; dashed: MiB."""
     entries = collect_rows(summary)
     figure, axes = panels(len(entries), (4.4, 3.2))
     for axis, (column, rows) in zip(axes, entries.items(), strict=True):
@@ -309,7 +323,7 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
         for position, name in enumerate(names):
             line = {row: entry for row, entry in rows.items() if row.rpartition(" = ")[0] == name}
             numbers = [row.rpartition(" = ")[2] for row in line]
-            found = [mean_and_std(row.accuracies.values()) for row in line.values()]
+            found = [mean_and_std(row.scores.values()) for row in line.values()]
             means, spread = np.array([mean for mean, _ in found], float), [std or 0 for _, std in found]
             theirs = [paper.get(column, {}).get(row, {}).get("mean") for row in line]
             style = {"color": f"C{position}", "marker": "o"}
@@ -322,7 +336,7 @@ def draw_options(summary: Summary, paper: Paper) -> Any:
                 axis.plot(numbers, np.array(theirs, float), "s:", color="gray", label="paper")
         if right is not None:  # after all lines: it fits the axis to those that are there
             right.set(ylabel="MiB sent (dashed)", ylim=(0, None))
-        axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel="test accuracy (%)")
+        axis.set(title=column, xlabel=name.rpartition(" ")[2], ylabel=metric_of(summary).axis)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     return figure
@@ -337,13 +351,13 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
         for position, (row, entry) in enumerate(rows.items()):
             if not entry.results:
                 continue
-            curves = np.array([cell["curve"] for cell in entry.results], float)  # [seeds, rounds, (round, accuracy)]
+            curves = np.array([cell["curve"] for cell in entry.results], float)  # [seeds, rounds, (round, score)]
             width = 2.2 if row.startswith(("pFedLA", "HeurpFedLA")) else 1.2
             style = {"color": f"C{position % 10}", "linestyle": "-" if position < 10 else "--", "linewidth": width}
             shown = curves if entry.gave_up else curves.mean(0, keepdims=True)
-            line, *_ = axis.plot(shown[0, :, 0], 100 * shown[..., 1].T, **style)
+            line, *_ = axis.plot(shown[0, :, 0], entry.metric.factor * shown[..., 1].T, **style)
             legend.setdefault(row, (line, []))[1].append(len(curves))
-        finish_curves(axis, column, size=12)
+        finish_curves(axis, column, ylabel=metric_of(summary).axis, size=12)
     labels = [f"{row} ({count_seeds(*counts)})" for row, (_, counts) in legend.items()]
     lines = [line for line, _ in legend.values()]
     figure.legend(lines, labels, loc="outside lower center", fontsize=8, ncols=2 * min(4, len(found)))
@@ -360,7 +374,7 @@ FIGURES |= {"table": draw_curves, "retained": draw_options, "neighbours": draw_o
 
 
 def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
-    if not any("accuracy" in cell for cell in summary["cells"]):
+    if not any("score" in cell for cell in summary["cells"]):
         return []
     figure = FIGURES[summary["form"]](summary, paper)
     return [save(figure, folder / f"figure.{kind}") for kind in ("png", "pdf")]

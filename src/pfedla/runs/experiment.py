@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import tomli_w
 from pydantic import ConfigDict, Field, ValidationError
@@ -25,7 +25,7 @@ class AlgorithmSection(Section):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
     name: Annotated[str, Option("algorithm", "-a")] = "pfedla"
-    """A name of `pfedla algorithms`."""
+    """A name of `pfedla algorithms`, or your own package.module:Class."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -47,8 +47,12 @@ class Experiment(Section):
     """Test all personal models after every so many rounds, and always after the last."""
     recalibrate: settings.Recalibrate = "unsampled"
     """Whose BatchNorm statistics are estimated anew before a test."""
+    task: Annotated[Literal["auto", "classification", "multilabel", "regression", "survival"], Option("task")] = AUTO
+    """classification, multilabel, regression or survival: decides loss and metrics. auto: by the labels."""
+    metric: Annotated[str, Option("metric")] = AUTO
+    """The metric of curves and tables: accuracy, auroc, balanced_accuracy, rmse, … auto: the task's own."""
     model: Annotated[str, Option("model")] = AUTO
-    """cnn, cnn-bn (the paper's), small-cnn, mlp. auto: by the shape of the examples."""
+    """A name of `pfedla models`, or your own package.module:factory. auto: by the shape of the examples."""
     data: Data = Data()
     training: settings.Training = settings.Training()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -69,6 +73,7 @@ class Experiment(Section):
     def to_toml(self) -> str:
         """Return the whole experiment; what is still "auto" is not used and left out."""
         values = self.model_dump()
+        values = {key: value for key, value in values.items() if value != AUTO}
         for section in ("data", "faults"):
             values[section] = {key: value for key, value in values[section].items() if value != AUTO}
         return tomli_w.dumps(values)
@@ -78,6 +83,8 @@ class Experiment(Section):
         from pfedla.algorithms import default_options
 
         may_change: Any = {"rounds": True, "checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
+        if self.training.schedule == "cosine":
+            del may_change["rounds"]  # the learning rate of every round depends on the last
         values = self.model_dump(exclude=may_change, exclude_defaults=True)
         defaults = default_options(self.algorithm.name)
         options = {key: value for key, value in self.algorithm.options.items() if defaults.get(key) != value}

@@ -19,11 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pfedla import __version__
+from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
+from pfedla.core.objectives import CLASSIFICATION, Objective
 from pfedla.core.rounds import Traffic
-from pfedla.data.federation import Outline
+from pfedla.core.trees import leaves, map_tree
+from pfedla.data.federation import Federation, Outline
 from pfedla.data.partition import split_statistics
 from pfedla.report.reading import Count, flatten, read_result, round_of
 from pfedla.runs.build import Built
@@ -31,16 +34,18 @@ from pfedla.runs.experiment import Experiment, read_toml, upgrade
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
-FORMAT = 2  # of run folders; format 1 stored the whole experiment where format 2 stores its identity
+FORMAT = 3  # of run folders; format 1 stored the whole experiment in place of its identity, 2 accuracy for score
 LINES, ALPHA = "rounds.jsonl", "alpha.safetensors"
 SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
 
 
 def new_folder(path: Path, hint: str = "choose another folder with --out, or resume it with --resume") -> None:
-    """Make a folder that was not there before: nothing is ever overwritten."""
+    """Make a folder that was not there before, or is empty: nothing is ever overwritten."""
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise FileExistsError
     except FileExistsError:
         raise PfedlaError(f"{path} exists already and is never overwritten; {hint}") from None
     except OSError as error:
@@ -61,6 +66,9 @@ class RunFolder:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise PfedlaError(f"{self.path} is in use by another process; wait, or choose another folder") from None
+        if not self.reopened and any(self.path.glob("[!.]*")):
+            self._lock.release()
+            raise PfedlaError(f"{self.path} was written to by another process; choose another folder with --out")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -93,7 +101,8 @@ class RunFolder:
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
         elif any(self.path.glob("[!.]*")):
             raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
-        made_of = describe_federation(built.federation) | ({"unseen": built.unseen.names} if built.unseen else {})
+        made_of = describe_federation(built.federation, built.algorithm.task.objective)
+        made_of |= {"unseen": built.unseen.names} if built.unseen else {}
         runs_on = describe_environment()
         for name, content in ((FEDERATION, made_of), (ENVIRONMENT, runs_on)):
             if not (self.path / name).exists():
@@ -139,10 +148,15 @@ def describe_environment() -> dict[str, Any]:
     return versions | machine | {"cpu_model": cpu_model or platform.processor(), "cores": os.cpu_count()}
 
 
-def describe_federation(federation: Outline) -> dict[str, Any]:
+def describe_federation(federation: Outline, objective: Objective = CLASSIFICATION) -> dict[str, Any]:
     """Return what federation.json holds: the split, and how heterogeneous the clients are, as far as it is known."""
-    known = {key: getattr(federation, key) for key in ("shape", "classes", "mean", "std", "subset")}
+    known: dict[str, Any] = {"task": objective.describe()}
+    known |= {key: getattr(federation, key) for key in ("shape", "classes", "mean", "std", "subset")}
     known |= {"clients": federation.names, "leaked_test_share": federation.leaked_share}
+    known |= federation.describe_inputs()
+    if isinstance(federation, Federation):
+        kinds = map_tree(lambda part: str(part.dtype).removeprefix("torch."), federation.train[0].x)
+        known |= {"dtype": kinds} if {*leaves(kinds)} - {"float32", "uint8"} else {}
     known["fingerprint"], counts = federation.fingerprint(), federation.class_counts()
     if counts is None:
         return known | {"train": [], "test": [], "statistics": {}}
@@ -152,7 +166,7 @@ def describe_federation(federation: Outline) -> dict[str, Any]:
 
 def folder_name(experiment: Experiment) -> str:
     """Return <algorithm>-<dataset>-<partition>-s<seed>."""
-    data, name = experiment.data, experiment.algorithm.name
+    data, name = experiment.data, short_name(experiment.algorithm.name)
     return f"{name}-{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
 
 
@@ -171,7 +185,7 @@ class RunState(BaseModel):
     server: Annotated[ServerState, SkipValidation, Field(exclude=True)]
     alphas: Annotated[list[torch.Tensor], SkipValidation, Field(exclude=True)] = []
     alpha_rounds: Annotated[list[Count], FailFast()] = []  # the round after which each was taken; 0 is the start
-    after_training: Annotated[list[float | None], FailFast()]  # accuracy by client; None: it has never trained
+    after_training: Annotated[list[float | None], FailFast()]  # score by client; None: never trained, or undefined
     round: Count = 0
     traffic: Traffic = Traffic()
     failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
@@ -250,7 +264,7 @@ class Checkpoints:
         content = read_object(path)
         try:
             stored = content["state"]
-            if content["sha256"] != _digest(stored) or stored.pop("format") not in (1, FORMAT):
+            if content["sha256"] != _digest(stored) or stored.pop("format") not in range(1, FORMAT + 1):
                 raise ValueError("its content does not match its checksum")
             experiment, tensors_sha256 = stored.pop("experiment"), stored.pop("tensors_sha256")
             stored["traffic"].pop("evaluation_bytes", None)  # of an older version

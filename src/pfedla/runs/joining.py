@@ -17,13 +17,15 @@ from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerStat
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_tensors, write_text
 from pfedla.core.layers import stack
-from pfedla.core.rounds import Traffic, accept, evaluate_all, payload_bytes, summarise
-from pfedla.data.federation import Federation, Outline, digest_of
+from pfedla.core.rounds import Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
+from pfedla.data.federation import Federation, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
+from pfedla.report.reading import Metric
 from pfedla.runs.build import build_around
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.folder import RESULT, Checkpoints, RunState, fresh_state, new_folder, plan_snapshots, write_alpha
 from pfedla.runs.personal import JOINED, load_unseen, read_run
+from pfedla.runs.recognition import write_trained_on
 from pfedla.runs.run import Run
 
 
@@ -33,7 +35,7 @@ class Joined(NamedTuple):
     rounds: int  # that it ran: none where there is nothing to learn
     # On its own test data: "before" and "after" the rounds, "after_training" (the last local one; None if it never
     # trained), and "alone": of a model trained on its own data only, for all the rounds that were asked for.
-    accuracy: dict[str, Any]
+    score: dict[str, Any]  # the task's headline metric; None where it is undefined
     traffic: Traffic
     alphas: torch.Tensor | None  # [rounds + 1, layers, clients + 1]: its own row of alpha; it is the last sender
     model: Params  # personal
@@ -45,7 +47,7 @@ def join(method: Algorithm, state: RunState, unseen: Federation, experiment: Exp
     joined = _run_unseen(method, state, unseen, experiment, rounds)
     local = create("local", method.task, method.training)
     alone = _run_unseen(local, state.model_copy(update={"server": {"model": {}}}), unseen, experiment, rounds)
-    return joined._replace(accuracy=joined.accuracy | {"alone": alone.accuracy["after"]})
+    return joined._replace(score=joined.score | {"alone": alone.score["after"]})
 
 
 def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experiment: Experiment, rounds: int) -> Joined:
@@ -61,7 +63,7 @@ def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experime
         client = replace(engine.clients[0], number=place, state=private)
         engine.clients = [client] * (place + 1)  # only the last is asked: an engine finds a client by its number
         rounds = rounds if private or admitted is not before else 0
-        accuracy: dict[str, Any] = {"before": _evaluate(method, engine, server, cohort)}
+        score: dict[str, Any] = {"before": _evaluate(method, engine, server, cohort)}
         traffic, alphas, after_training = Traffic(), _alpha_row(method, server, place), None
         for _ in range(rounds):
             downloads = method.download(server, cohort)
@@ -71,14 +73,14 @@ def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experime
             server = _protect_others(method, server, admitted, before)
             engine.commit(cohort.ids)
             cohort = cohort._replace(round=cohort.round + 1)
-            after_training = accepted.after_training.accuracy.item()
+            after_training = finite_mean(accepted.after_training.score)
             down = int(payload_bytes(downloads, method.task.layers).sum())
             traffic = traffic.plus(down=down, up=accepted.num_bytes)
             alphas += _alpha_row(method, server, place)
-        accuracy |= {"after": _evaluate(method, engine, server, cohort), "after_training": after_training}
+        score |= {"after": _evaluate(method, engine, server, cohort), "after_training": after_training}
         model = engine.personal_models(cohort, method.download(server, cohort))[0]
     kept = torch.stack(alphas) if alphas else None
-    return Joined(rounds=rounds, accuracy=accuracy, traffic=traffic, alphas=kept, model=model)
+    return Joined(rounds=rounds, score=score, traffic=traffic, alphas=kept, model=model)
 
 
 def _protect_others(method: Algorithm, server: ServerState, admitted: ServerState, before: ServerState) -> ServerState:
@@ -94,10 +96,10 @@ def _protect_others(method: Algorithm, server: ServerState, admitted: ServerStat
     return kept
 
 
-def _evaluate(method: Algorithm, engine: SimulatedEngine, server: ServerState, cohort: Cohort) -> float:
+def _evaluate(method: Algorithm, engine: SimulatedEngine, server: ServerState, cohort: Cohort) -> float | None:
     metrics, failures = evaluate_all(method, engine, server, cohort)
     _check_client(failures)
-    return metrics.accuracy.item()
+    return finite_mean(metrics.score)
 
 
 def _check_client(failures: Mapping[int, Failure]) -> None:
@@ -116,24 +118,26 @@ def join_unseen(run: Run, unseen: Federation, models: Path) -> dict[str, Any]:
     """Let the unseen clients join the finished run, each alone; write their models, return what result.json holds."""
     result: dict[str, Any] = {"clients": unseen.names, "rounds": 0}
     rows: list[dict[str, Any]] = []
+    metric = Metric.of({"task": run.algorithm.task.objective.describe()})
     for number, name in enumerate(unseen.names):
         if run.stopping():
             raise Stopped
         target = models / f"unseen-{number}.safetensors"
         target.unlink(missing_ok=True)
-        rows.append({})  # accuracies are null for a client that cannot join
+        rows.append({})  # scores are null for a client that cannot join
         try:
             joined = join(run.algorithm, run.state, unseen.only([number]), run.experiment)
         except PfedlaError as error:  # the others can join all the same
             run.say(f"unseen client {name}: {error}")
             continue
         write_tensors(target, joined.model)
-        rows[-1], result["rounds"] = joined.accuracy, joined.rounds
-        first, last = (100 * joined.accuracy[key] for key in ("before", "after"))
-        run.say(f"unseen client {name}: accuracy {first:.1f} % at first, {last:.1f} % at the end")
+        rows[-1], result["rounds"] = joined.score, joined.rounds
+        first, last = (metric.show(joined.score[key]) for key in ("before", "after"))
+        run.say(f"unseen client {name}: {metric.label} {first} at first, {last} at the end")
     for key in ("after", "before", "after_training", "alone"):
         values = np.array([row.get(key) for row in rows], dtype=np.float64)  # None becomes nan
-        result["accuracy" if key == "after" else f"accuracy_{key}"] = summarise(torch.from_numpy(values))
+        spread = summarise(torch.from_numpy(values), higher_is_better=metric.higher_is_better)
+        result["score" if key == "after" else f"score_{key}"] = spread
     return result
 
 
@@ -145,8 +149,7 @@ def join_run(
     if experiment.data.dataset == SITES or (run / "site.json").exists() or (run / "deployment.json").exists():
         raise PfedlaError(f"{run} is a deployment's: clients' data never reach the server, so none can join")
     count = len(known.clients)
-    outline = Outline(known.shape, known.classes, torch.zeros(count, dtype=torch.int64))
-    method = build_around(experiment, outline).algorithm
+    method = build_around(experiment, known.to_outline()).algorithm
     unseen, split = load_unseen(data, experiment, known)
     folder = run / JOINED / safe_name(name or unseen.names[0])
     if folder.exists():
@@ -161,11 +164,15 @@ def join_run(
     result |= {"after_round": state.round, "rounds": joined.rounds, "rounds_alone": rounds, "seed": experiment.seed}
     result["examples"] = {"train": len(unseen.train[0].y), "test": len(unseen.test[0].y), "split": split}
     result["digest"] = digest_of(unseen.train[0], unseen.test[0])
-    result |= {"accuracy": joined.accuracy, "traffic": asdict(joined.traffic)}
+    result |= {"task": method.task.objective.describe(), "score": joined.score, "traffic": asdict(joined.traffic)}
+    if unseen.scaling:
+        result["scaling"] = unseen.scaling[0].to_lists()
     new_folder(folder, "give another --name")
     write_tensors(folder / "model.safetensors", joined.model)
+    write_trained_on(folder, {0: (unseen.train[0], unseen.test[0])})
     if joined.alphas is not None:
         layers = method.task.layers.names
+        result["senders"] = list(known.clients)
         result["alpha"] = dict(zip(layers, joined.alphas[-1].tolist(), strict=True))
         taken = {"alphas": list(joined.alphas), "alpha_rounds": list(range(joined.rounds + 1))}
         write_alpha(folder, state.model_copy(update=taken), layers)

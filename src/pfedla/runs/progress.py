@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from pfedla.core.contracts import Failure
 from pfedla.core.errors import Stopped, is_debugging
-from pfedla.core.rounds import NO_ANSWER, Round
+from pfedla.core.rounds import NO_ANSWER, Round, finite_mean
+from pfedla.report.reading import Metric
 
 
 class Display:
@@ -22,14 +23,15 @@ class Display:
         self.log, self.hint = log, hint  # a file that gets every line too; how to continue after a stop
         self.total, self.skipped, self.start = total_rounds, 0, time.perf_counter()
         self.console = Console(stderr=True, quiet=quiet, highlight=False, markup=False)
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds accuracy {task.fields[accuracy]}")
+        self.metric, self.names = Metric(), list[str]()  # of the run that is shown; names of its clients
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "rounds {task.fields[score]}")
         is_live = self.console.is_terminal and not quiet
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not is_live)
-        self.bar.add_task("starting", total=total_rounds, accuracy="…")
+        self.bar.add_task("starting", total=total_rounds, score="…")
         self._task = self.bar.tasks[0]
 
     def begin(self, name: str, seed: int) -> None:
-        self.bar.update(self._task.id, description=f"{name}, seed {seed}", accuracy="…")
+        self.bar.update(self._task.id, description=f"{name}, seed {seed}", score="…")
 
     def say(self, line: str) -> None:
         with suppress(OSError, SystemExit):  # rich's answer to a closed pipe; the run continues without a reader
@@ -43,18 +45,20 @@ class Display:
         self.skipped += rounds
         self.bar.advance(self._task.id, rounds)
 
-    def show(self, done: float, accuracy: str) -> None:
-        """Move the bar to a round."""
-        self.bar.update(self._task.id, completed=done, accuracy=accuracy)
+    def show(self, done: float, score: float | None) -> str:
+        """Move the bar to a round; return how its score is shown."""
+        shown = f"{self.metric.label} {self.metric.show(score)}"
+        self.bar.update(self._task.id, completed=done, score=shown)
+        return shown
 
     def on_round(self, round: Round) -> None:
-        task, done, accuracy = self._task, self._task.completed + 1, self._task.fields["accuracy"]
+        task, done = self._task, self._task.completed + 1
+        self.bar.advance(task.id)
         if round.evaluation is not None:
-            accuracy = f"{100 * round.evaluation.accuracy.nanmean():.1f} %"
+            shown = self.show(done, finite_mean(round.evaluation.score))
             if self.bar.disable:
                 left = (time.perf_counter() - self.start) / (done - self.skipped) * (self.total - done)
-                self.say(f"{task.description}: round {round.round}, accuracy {accuracy}, {left:.0f} s left")
-        self.show(done, accuracy)
+                self.say(f"{task.description}: round {round.round}, {shown}, {left:.0f} s left")
         self._say_failures(f"round {round.round}: left out:", round.failures)
         self._say_failures(f"round {round.round}: not evaluated:", round.evaluation_failures)
 
@@ -64,11 +68,14 @@ class Display:
         for reason in reasons:
             clients = [client for client, failure in failures.items() if failure.reason == reason]
             first = failures[clients[0]]
-            who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(str, clients))}"
-            detail = f" (client {clients[0]}: {first.detail})" if first.detail else ""
+            who = f"client{'s' if len(clients) > 1 else ''} {', '.join(map(self._name, clients))}"
+            detail = f" (client {self._name(clients[0])}: {first.detail})" if first.detail else ""
             self.say(f"{what} {who}: {reason}{detail}")
             if first.error is not None and is_debugging():
                 self.say("".join(traceback.format_exception(first.error)))
+
+    def _name(self, client: int) -> str:
+        return self.names[client] if client < len(self.names) else str(client)
 
     def __enter__(self) -> Self:
         self.bar.start()

@@ -1,19 +1,26 @@
 """What a finished run leaves behind, in plain formats: result.json, personal models, weights, pictures."""
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 
+from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import write_tensors
+from pfedla.core.objectives import Objective, constant_outputs
 from pfedla.core.rounds import NO_ANSWER, Traffic, finite_mean, summarise
 from pfedla.core.tasks import load_tensors
+from pfedla.data.dataset import Array
+from pfedla.data.federation import Federation, Outline
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
 from pfedla.runs.folder import FORMAT, RESULT, RunFolder, write_alpha
+from pfedla.runs.prediction import PersonalModel, find_client
+from pfedla.runs.recognition import write_trained_on
 
 if TYPE_CHECKING:
     from pfedla.runs.run import Run
@@ -21,12 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Simulation:
-    """The end of a run. Accuracies are fractions, on every client's own test data, after the last round."""
+    """The end of a run. Metrics are of the last round, on every client's own test data; nan where undefined."""
 
     algorithm: Algorithm
-    accuracy: Tensor  # [clients], of the personal models
+    federation: Outline
+    scores: Tensor  # [clients], the task's headline metric of the personal models: accuracy as a fraction, …
     loss: Tensor
-    accuracy_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
+    metrics: dict[str, Tensor]  # [clients] each, every metric of the task
+    score_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
     traffic: Traffic
     failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
     seconds: dict[str, float]  # by phase
@@ -40,31 +49,70 @@ class Simulation:
         return None if self.alphas is None else self.alphas[-1]
 
     @property
+    def accuracy(self) -> Tensor:
+        """The accuracy of the personal models, [clients], if the task has one."""
+        if "accuracy" not in self.metrics:
+            raise PfedlaError(f"this task has no accuracy; its metrics are {', '.join(self.metrics)}")
+        return self.metrics["accuracy"]
+
+    @property
     def refused_uploads(self) -> int:
         """How many uploads came and were not used."""
         others = (NO_ANSWER.reason, "raised", "evaluation raised")
         return sum(n for reasons in self.failures.values() for reason, n in reasons.items() if reason not in others)
 
     def __repr__(self) -> str:
-        mean, worst = (f"{100 * value:.1f} %" for value in (self.accuracy.nanmean(), np.nanmin(self.accuracy)))
-        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, accuracy {mean}, worst client {worst})"
+        metric, known = self.algorithm.task.objective.metric, self.scores[~self.scores.isnan()]
+        values = (known.mean(), known.min() if metric.higher_is_better else known.max()) if len(known) else ()
+        shown = [f"{100 * value:.1f} %" if metric.percent else f"{value:.4g}" for value in values]
+        numbers = f"{metric.name} {shown[0]}, worst client {shown[1]}" if shown else f"{metric.name} undefined"
+        return f"Simulation({self.algorithm.name}, {len(self.models)} clients, {numbers})"
 
-    def personal_model(self, client: int) -> nn.Module:
-        """Return the model this client would deploy, in eval mode; uint8 images go through `Federation.normalise`."""
-        if not 0 <= client < len(self.models):
-            raise PfedlaError(f"client {client}: there are clients 0 to {len(self.models) - 1}")
-        return load_tensors(self.algorithm.task.module, self.models[client])
+    def personal_model(self, client: int | str) -> nn.Module:
+        """Return the model that this client (a number or a name) would deploy, in eval mode.
+
+        It takes inputs as in training: `federation.normalise` prepares uint8 images. `predict` takes raw inputs.
+        """
+        number = find_client(self.federation.names, client)
+        if not self.models[number]:
+            raise PfedlaError(f"client {self.federation.names[number]} has no personal model: it failed in the run")
+        return load_tensors(self.algorithm.task.module, self.models[number])
+
+    def predict(self, x: Any, client: int | str) -> Array:
+        """Return what a client's personal model predicts for raw examples.
+
+        `x` has the form that the federation was made from: arrays, tensors, a tuple or dict of them, or a frame with
+        the columns of the table. Returns classes as they were given (whole numbers, truth values or names), the 0 or 1
+        of each label, the numbers of a regression, or the risk (the log of the hazard ratio).
+        """
+        return self._personal(client).predict(x)
+
+    def predict_proba(self, x: Any, client: int | str) -> Array:
+        """Return probabilities [examples, classes] in the order of `federation.classes`, or [examples, labels]."""
+        return self._personal(client).predict_proba(x)
+
+    def score(self, x: Any, y: Any, client: int | str) -> float:
+        """Return the headline metric of a client's model for raw examples and their labels, as they were given."""
+        return self._personal(client).score(x, y)
+
+    def _personal(self, client: int | str) -> PersonalModel:
+        module, scaling = self.personal_model(client), self.federation.scaling
+        own = scaling[find_client(self.federation.names, client)] if scaling else None
+        return PersonalModel(module, self.federation, self.algorithm.task.objective, own)
 
 
 def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dict[str, Any]:
     """Return what result.json holds."""
     experiment, data, federation = built.experiment, built.experiment.data, built.federation
-    accuracies = {key: getattr(simulation, key) for key in ("accuracy", "accuracy_after_training")}
+    objective = built.algorithm.task.objective
+    scores = {"score": simulation.scores, "score_after_training": simulation.score_after_training}
+    higher = {metric.name: metric.higher_is_better for metric in objective.metrics}
+    headline = partial(summarise, higher_is_better=objective.metric.higher_is_better)
     failures = {str(client): reasons for client, reasons in sorted(simulation.failures.items())}
     total = sum(simulation.seconds.values())
     result: dict[str, Any] = {
         "format": FORMAT,
-        "algorithm": experiment.algorithm.name,
+        "algorithm": short_name(experiment.algorithm.name),
         "dataset": data.dataset,
         "partition": data.partition,
         "subset": federation.subset,
@@ -74,7 +122,10 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "rounds": experiment.rounds,
         "seed": experiment.seed,
         "model": experiment.model,
-        **{key: summarise(values) for key, values in accuracies.items()},
+        "task": objective.describe(),
+        **{key: headline(values) for key, values in scores.items()},
+        "metrics": {name: summarise(v, higher_is_better=higher[name]) for name, v in simulation.metrics.items()},
+        "baseline": measure_baseline(federation, objective),
         "loss": finite_mean(simulation.loss),
         "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
@@ -84,8 +135,23 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
     }
     if not honest.all():
         result["attackers"] = (~honest).nonzero().squeeze(1).tolist()
-        result["honest"] = {key: summarise(values[honest]) for key, values in accuracies.items()}
+        result["honest"] = {key: headline(values[honest]) for key, values in scores.items()}
     return result
+
+
+def measure_baseline(federation: Outline, objective: Objective) -> dict[str, Any] | None:
+    """Return how good the best constant answer is: every client's majority class, or mean. None: there is none."""
+    if not isinstance(federation, Federation) or objective.headline == "loss":
+        return None
+    scores, name = [], ""
+    for train, test in zip(federation.train, federation.test, strict=True):
+        constant = constant_outputs(objective, train.y, len(federation.outputs))
+        if constant is None:
+            return None
+        name, outputs = constant
+        scores.append(objective.score(outputs.expand(len(test.y), *outputs.shape[1:]), 0.0, test.y))
+    spread = summarise(torch.tensor(scores, dtype=torch.float64), higher_is_better=objective.metric.higher_is_better)
+    return {"name": name, "score": spread}
 
 
 def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result: dict[str, Any]) -> None:
@@ -100,6 +166,9 @@ def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result:
         target.unlink(missing_ok=True)
         if model:  # a client that fails has none
             write_tensors(target, model)
+    if isinstance(federation := run.built.federation, Federation):
+        pairs = zip(federation.train, federation.test, strict=True)
+        write_trained_on(folder.path, dict(enumerate(pairs)))
     if run.built.unseen is not None:
         from pfedla.runs.joining import join_unseen
 

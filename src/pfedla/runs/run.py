@@ -4,21 +4,25 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pfedla.algorithms import NamedClass, register
 from pfedla.core.contracts import ClientMetrics, Cohort, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
+from pfedla.core.objectives import Objective
 from pfedla.core.rounds import Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
+from pfedla.core.settings import AUTO
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
 from pfedla.report.figures import draw_run
-from pfedla.runs.build import Built, build, build_around
+from pfedla.report.reading import Metric
+from pfedla.runs.build import Built, build, build_around, check_federation, choose_objective
 from pfedla.runs.experiment import Experiment, list_settings, nest
 from pfedla.runs.folder import RUNS, RunFolder, folder_name, fresh_state, number_folder, plan_snapshots, write_alpha
 from pfedla.runs.progress import Display
@@ -44,6 +48,8 @@ class Run:
         self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
         self.folder, self.stopping, self._given_engine = folder, stopping, engine
         self.display, self._is_shown = display or Display(self.experiment.rounds, quiet=True), display is not None
+        self.display.metric = Metric.of({"task": built.algorithm.task.objective.describe()})
+        self.display.names = list(built.federation.names)
         self.say = self.display.say
         self.trackers = Tracking(track, folder.path, self.say) if folder and track else None
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
@@ -77,7 +83,7 @@ class Run:
     def _create_engine(self) -> AbstractContextManager[Engine]:
         settings, clients = self.experiment, self.built.federation
         assert isinstance(clients, Federation)
-        known = {"recalibrate": settings.recalibrate, "faults": settings.faults}
+        known = {"recalibrate": settings.recalibrate, "faults": settings.faults, "rounds": settings.rounds}
         engine = SimulatedEngine(self.algorithm, clients, settings.engine, **known)
         engine.stopping = self.stopping
         return engine
@@ -97,8 +103,9 @@ class Run:
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
         self._check({}, None, {})
-        if note := self.algorithm.notice(experiment.rounds * experiment.participation):
-            self.say(note)
+        for note in (*self.built.notes, self.algorithm.notice(experiment.rounds * experiment.participation)):
+            if note:
+                self.say(note)
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
         how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
         how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
@@ -130,8 +137,8 @@ class Run:
         state = self.state
         state.round, state.server, state.traffic = round.round, round.server, round.traffic
         self._evaluation = round.evaluation
-        for client, accuracy in zip(round.cohort.ids.tolist(), round.after_training.accuracy.tolist(), strict=True):
-            state.after_training[client] = accuracy
+        for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
+            state.after_training[client] = None if math.isnan(score) else score
         state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
         for client, failure in [*round.failures.items(), *round.evaluation_failures.items()]:
             reasons = state.failures.setdefault(client, {})
@@ -155,9 +162,9 @@ class Run:
         retained = zip(self.algorithm.task.layers.names, (~round.sent).sum(0).tolist(), strict=True)
         line: dict[str, Any] = {
             "round": round.round,
-            "accuracy": summarise(evaluation.accuracy),
+            "score": self.summarise(evaluation.score),
             "loss": finite_mean(evaluation.loss),
-            "accuracy_after_training": finite_mean(round.after_training.accuracy),
+            "score_after_training": finite_mean(round.after_training.score),
             "training_loss": finite_mean(round.training_loss),
             "seconds": {phase: float(f"{value:.4f}") for phase, value in round.seconds.items()},
             **asdict(round.traffic),
@@ -165,10 +172,13 @@ class Run:
             "retained": {layer: count for layer, count in retained if count},
             "failures": self.state.failures,
         }
-        honest = {"accuracy": summarise(evaluation.accuracy[self.honest])}
+        honest = {"score": self.summarise(evaluation.score[self.honest])}
         for part in (line, honest):
-            del part["accuracy"]["per_client"]
+            del part["score"]["per_client"]
         return line if self.honest.all() else line | {"honest": honest}
+
+    def summarise(self, scores: Tensor) -> dict[str, Any]:
+        return summarise(scores, higher_is_better=self.algorithm.task.objective.metric.higher_is_better)
 
     def _save(self, *, anyway: bool) -> None:
         if self.folder is not None and (anyway or self.folder.checkpoints.is_due(self.state.round)):
@@ -179,7 +189,7 @@ class Run:
         count, what = self.state.failed_rounds, ""
         if count >= self.experiment.uploads.max_failed_rounds:
             what = f"no upload could be used in {count} rounds in a row (uploads.max_failed_rounds)"
-        elif evaluation is not None and evaluation_failures and evaluation.accuracy.isnan().all():
+        elif evaluation is not None and evaluation_failures and evaluation.loss.isnan().all():
             what, failures = f"no personal model could be evaluated in round {self.state.round}", evaluation_failures
         if not what:
             return
@@ -215,7 +225,7 @@ class Run:
         state, rounds = self.state, self.experiment.rounds
         cohort = Cohort.everyone(self.built.federation.num_examples, rounds + 1, self.experiment.seed)
         if self._evaluation is None:  # all rounds had been run before
-            self._evaluation, failures = evaluate_all(self.algorithm, self.engine, state.server, cohort)
+            self._evaluation, failures = evaluate_all(self.algorithm, self.engine, state.server, cohort, whole=True)
             self._check({}, self._evaluation, failures)
         models: list[Params] = []
         for chunk, downloads in in_chunks(self.algorithm, state.server, cohort):
@@ -223,8 +233,11 @@ class Run:
         after_training = [math.nan if value is None else value for value in state.after_training]
         return Simulation(
             algorithm=self.algorithm,
-            **self._evaluation._asdict(),
-            accuracy_after_training=torch.tensor(after_training, dtype=torch.float64),
+            federation=self.built.federation,
+            scores=self._evaluation.score,
+            loss=self._evaluation.loss,
+            metrics=self._evaluation.others,
+            score_after_training=torch.tensor(after_training, dtype=torch.float64),
             traffic=state.traffic,
             alphas=torch.stack(state.alphas) if state.alphas else None,
             models=models,
@@ -243,8 +256,10 @@ def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False
 def simulate(
     federation: Federation,
     model: nn.Module,
-    algorithm: str = "pfedla",
+    algorithm: NamedClass = "pfedla",
     *,
+    task: str | Objective = AUTO,
+    loss: Callable[[Any, Tensor], Tensor] | None = None,
     on_round: Callable[[Round], None] | None = None,
     progress: bool | None = None,
     faults: dict[str, Any] | Any = None,
@@ -252,19 +267,27 @@ def simulate(
 ) -> Simulation:
     """Train personal models for all clients of a federation.
 
-    `model` maps a batch to logits; its present weights are the common initialisation. `settings` are those of the
+    `model` maps a batch to outputs; its present weights are the common initialisation. `algorithm` is a name, a class,
+    or "package.module:Class". `task` is classification,
+    multilabel, regression, survival (by default what the federation says), or an `Objective` of your own; `loss`
+    replaces its loss. `settings` are those of the
     experiment file by their short names (`rounds`, `lr`, `seed`, …; docs/experiment-file.md lists them) and the
     algorithm's own options (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every
     round. `progress` shows a progress bar; by default it does so on a terminal.
     """
+    check_federation(federation)
     known = [name for name, place in list_settings().items() if place.section not in ("data", "faults")]
     common = {name: settings.pop(name) for name in known if name in settings}
-    own = {"algorithm": {"name": algorithm, **settings}, "faults": faults or {}}
+    own = {"algorithm": {"name": register(algorithm), **settings}, "faults": faults or {}}
+    if isinstance(task, str):
+        common["task"] = task
     experiment = Experiment.parse(nest(common) | own)
-    built = build_around(experiment, federation, model)
+    objective = choose_objective(experiment, federation) if isinstance(task, str) else task
+    objective = replace(objective, loss=loss) if loss else objective
+    built = build_around(experiment, federation, model, objective)
     is_shown = sys.stderr.isatty() if progress is None else progress
     with Display(experiment.rounds, quiet=not is_shown) as display:
-        display.begin(algorithm, experiment.seed)
+        display.begin(built.algorithm.name, experiment.seed)
         with Run(built, display=display) as run:
             for round in run:
                 if on_round is not None:

@@ -3,26 +3,32 @@
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pfedla.core.errors import PfedlaError, Stopped, unknown
 from pfedla.core.files import read_object, write_text
-from pfedla.report.reading import flatten, read_experiment, read_rounds
+from pfedla.report.reading import flatten, read_experiment, read_rounds, task_of_run
 
 IDS = "trackers.json"  # in the run folder: tracker -> its id of the run
-MEASURES = ["accuracy", "accuracy_after_training", "loss", "training_loss", "honest", "unseen", "seconds", "traffic"]
-MEASURES += ["down_bytes", "up_bytes", "refused_uploads"]  # metrics in rounds.jsonl and result.json
+MEASURES = ["score", "score_after_training", "loss", "training_loss", "metrics", "baseline", "honest", "unseen"]
+MEASURES += ["seconds", "traffic", "down_bytes", "up_bytes", "refused_uploads"]  # in rounds.jsonl and result.json
 
 
-def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of rounds.jsonl, or of result.json, as accuracy/mean, seconds/train, …"""
+def select_metrics(line: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """Return the numbers of a line of rounds.jsonl, or of result.json, as accuracy/mean, seconds/train, …
+
+    The headline metric has its own name where the files say score.
+    """
     measured = flatten(flatten({key: value for key, value in line.items() if key in MEASURES}))
-    return {name.replace(".", "/"): value for name, value in measured.items() if isinstance(value, (int, float))}
+    numbers = {name: value for name, value in measured.items() if isinstance(value, (int, float))}
+    return {re.sub(r"(^|\.)score", rf"\g<1>{metric}", name).replace(".", "/"): numbers[name] for name in numbers}
 
 
 class TensorBoard:
@@ -34,7 +40,8 @@ class TensorBoard:
             old.unlink()
         self.id, self.where = "", f"tensorboard --logdir {target}"
         values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in config.items()}
-        shown = dict.fromkeys(("accuracy/mean", "accuracy/worst", "accuracy_after_training", "loss"), 0)
+        metric = task_of_run(folder)["metric"]
+        shown = dict.fromkeys((f"{metric}/mean", f"{metric}/worst", f"{metric}_after_training", "loss"), 0)
         about, begun, self._ended = import_module("torch.utils.tensorboard.summary").hparams(values, shown)
         # purge_step: a TensorBoard that is open forgets what it has read in the files that are gone.
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(target), purge_step=0)
@@ -136,6 +143,11 @@ class Tracking(AbstractContextManager["Tracking"]):
         self.result: Mapping[str, Any] = {}  # what result.json holds, once there is one
         self._open: dict[str, Tracker] = {}
 
+    @cached_property
+    def metric(self) -> str:
+        """The name of the headline metric."""
+        return str(task_of_run(self.folder)["metric"])
+
     def begin(self) -> None:
         for name in self.names:
             self._attempt(name, self._start, name)
@@ -148,16 +160,16 @@ class Tracking(AbstractContextManager["Tracking"]):
             write_text(self.folder / IDS, json.dumps(ids | {name: tracker.id}) + "\n")
         self.say(f"{name}: {tracker.where}")
         for line in read_rounds(self.folder):
-            tracker.log(line["round"], select_metrics(line))
+            tracker.log(line["round"], select_metrics(line, self.metric))
 
     def log(self, line: Mapping[str, Any]) -> None:
         for name, tracker in list(self._open.items()):
-            self._attempt(name, tracker.log, line["round"], select_metrics(line))
+            self._attempt(name, tracker.log, line["round"], select_metrics(line, self.metric))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
         status = "KILLED" if stopped else "FAILED" if error else "FINISHED"
-        summary = {f"result/{name}": value for name, value in select_metrics(self.result).items()}
+        summary = {f"result/{name}": value for name, value in select_metrics(self.result, self.metric).items()}
         for name, tracker in list(self._open.items()):
             self._attempt(name, tracker.close, status, summary)
 

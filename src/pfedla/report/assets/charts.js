@@ -28,6 +28,10 @@ const smallest = (values) => values.reduce((least, value) => Math.min(least, val
 const colour = (position) => `var(--c${position % 8})`;
 const dashes = (position) => ["", "6 3", "2 3"][Math.floor(position / 8) % 3]; // tells series of one colour apart
 const percent = (share, digits = 1) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`);
+const plain = (value) => (Math.abs(value) >= 100 ? String(+value.toPrecision(4)) : value.toFixed(3));
+/** A score as its metric is shown: 91.3 %, 0.913, 1234; a dash where it is undefined. */
+const score = (value, metric, digits = 1) => (metric.percent || value === null || value === undefined ? percent(value, digits) : plain(value));
+const scoreText = (metric) => (value, exact) => (exact ? score(value, metric, 2) : metric.percent ? percent(value, 0) : String(+value.toPrecision(3)));
 const weight = (value) => value.toFixed(4);
 const mebibytes = (value) => (value >= 100 ? value.toFixed(0) : value.toFixed(2));
 

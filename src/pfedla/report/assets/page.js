@@ -3,69 +3,96 @@
 const main = document.getElementById("main");
 const several = (data) => data.runs.length > 1;
 
+const byMetric = (runs) => [...new Set(runs.map((run) => run.metric.label))].map((label) => runs.filter((run) => run.metric.label === label));
+const distinctBy = (runs, key) => runs.filter((run, n) => runs.findIndex((other) => other[key] === run[key]) === n);
+
 function summarySection(data) {
-  const explained = el("p", { class: "note" }, "Test accuracy of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, 10th percentile and worst over the clients. After training: of the model right after local training, before it is mixed again. MiB (2^20 bytes): tensors sent, down is server to client.");
+  const spread = ["mean", "std", "p10", "worst"];
+  const explain = (metric) => el("p", { class: "note" }, `Test ${metric.label} of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, ${metric.percentile} and worst over the clients that have a value. After training: of the model right after local training, before it is mixed again. Baseline: the best constant answer by the client's training labels. MiB (2^20 bytes): tensors sent, down is server to client.`);
   if (several(data)) {
-    const rows = data.runs.map((run) => {
-      const end = run.final;
-      return [run.name, ...["mean", "std", "p10", "worst", "after"].map((key) => percent(end?.[key])), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
-        end?.seconds == null ? "–" : end.seconds.toFixed(1), `${run.played} of ${run.rounds}`];
+    return byMetric(data.runs).flatMap((runs) => {
+      const [{ metric }] = runs, shown = (found, keys) => keys.map((key) => score(found?.[key], metric));
+      const rows = runs.map((run) => {
+        const end = run.final;
+        return [run.name, ...shown(end, [...spread, "after"]), end ? mebibytes(end.down) : "–", end ? mebibytes(end.up) : "–",
+          end?.seconds == null ? "–" : end.seconds.toFixed(1), `${run.played} of ${run.rounds}`];
+      });
+      const kinds = distinctBy(runs.filter((run) => run.baseline), "fingerprint");
+      const constant = kinds.map((run) => [`${run.baseline.name} (baseline)${kinds.length > 1 ? `, ${run.where}, seed ${run.seed}` : ""}`, ...shown(run.baseline, spread), ...Array(5).fill("–")]);
+      return [table(["run", metric.label, "std", metric.percentile, "worst", "after training", "MiB down", "MiB up", "s", "rounds"], [...rows, ...constant]), explain(metric)];
     });
-    return [table(["run", "accuracy", "std", "10th percentile", "worst", "after training", "MiB down", "MiB up", "s", "rounds"], rows), explained];
   }
-  const [run] = data.runs, end = run.final;
+  const [run] = data.runs, { final: end, metric } = run;
   if (!end) return [el("p", {}, "No round has been evaluated yet.")];
-  const tiles = [["accuracy", percent(end.mean), "mean of clients"], ["worst client", percent(end.worst), "accuracy"], ["10th percentile", percent(end.p10), "accuracy"],
-    ["spread", percent(end.std), "standard deviation over clients"], ["after training", percent(end.after), "mean accuracy"],
+  const tiles = [[metric.label, score(end.mean, metric), "mean of clients"], ["worst client", score(end.worst, metric), metric.short], [metric.percentile, score(end.p10, metric), metric.short],
+    ["spread", score(end.std, metric), "standard deviation over clients"], ["after training", score(end.after, metric), `mean ${metric.short}`],
+    ...(run.baseline ? [["baseline", score(run.baseline.mean, metric), run.baseline.name]] : []),
     ["MiB down", mebibytes(end.down), "server to clients"], ["MiB up", mebibytes(end.up), "clients to server"], ["rounds", `${run.played}`, `of ${run.rounds}`],
     ...(end.seconds == null ? [] : [["seconds", end.seconds.toFixed(1), "all rounds"]])];
-  return [el("div", { class: "tiles" }, ...tiles.map(([name, value, unit]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, unit)))), explained];
+  return [el("div", { class: "tiles" }, ...tiles.map(([name, value, unit]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, unit)))), explain(metric)];
 }
-
-const accuracyText = (value, exact) => percent(value, exact ? 2 : 0);
 
 function curvesSection(data) {
   const line = (run, key) => run.curve.map((point) => [point.round, point[key]]);
-  const options = { label: "Accuracy over the rounds", xLabel: "round", whole: true, yText: accuracyText, xText: (round) => `round ${round}` };
-  if (several(data)) return [el("p", {}, "Personal models, mean of clients."), chart(data.runs.map((run, n) => ({ name: run.name, colour: colour(n), points: line(run, "mean") })), options)];
+  const options = (metric) => ({ label: `${metric.label} over the rounds`, xLabel: "round", whole: true, yText: scoreText(metric), xText: (round) => `round ${round}` });
+  if (several(data)) return byMetric(data.runs).flatMap((runs) => [el("p", {}, `Personal models, mean of clients: ${runs[0].metric.axis}.`),
+    chart(runs.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: line(run, "mean") })), options(runs[0].metric))]);
   const [run] = data.runs;
-  return [chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: "10th percentile", colour: colour(3), dash: "2 3", points: line(run, "p10") },
-    { name: "worst client", colour: colour(6), dash: "6 3", points: line(run, "worst") }, { name: "after training, mean of the cohort", colour: colour(1), points: line(run, "after") }], options)];
+  return [el("p", {}, `Over the rounds: ${run.metric.axis}.`), chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: run.metric.percentile, colour: colour(3), dash: "2 3", points: line(run, "p10") },
+    { name: "worst client", colour: colour(6), dash: "6 3", points: line(run, "worst") }, { name: "after training, mean of the cohort", colour: colour(1), points: line(run, "after") }], options(run.metric))];
 }
 
 function clientsSection(data) {
   const runs = data.runs.filter((run) => run.clients.length);
-  if (!runs.length) return [el("p", {}, "Every client's accuracy is known when the run is finished.")];
+  if (!runs.length) return [el("p", {}, "Every client's score is known when the run is finished.")];
   const parts = [];
-  const groups = [...new Set(runs.map((run) => run.fingerprint))].map((print) => runs.filter((run) => run.fingerprint === print)); // clients of other federations are others
+  const groups = byMetric(runs).flatMap((some) => distinctBy(some, "fingerprint").map((one) => some.filter((run) => run.fingerprint === one.fingerprint))); // clients of other federations are others
   for (const group of groups) {
-    const [first] = group;
-    const order = first.clients.map((_, client) => client).sort((a, b) => (first.clients[a].accuracy ?? -1) - (first.clients[b].accuracy ?? -1));
+    const [first] = group, { metric } = first, goodness = (client) => (first.clients[client].score === null ? -Infinity : metric.sign * first.clients[client].score);
+    const order = first.clients.map((_, client) => client).sort((a, b) => (goodness(a) < goodness(b) ? -1 : +(goodness(a) > goodness(b))));
+    const undefinedOf = order.filter((client) => first.clients[client].score === null).length;
     const names = order.map((client) => `${first.clients[client].name}${first.clients[client].attacks ? " (attacks)" : ""}`);
-    const series = group.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: order.map((client, rank) => [rank, run.clients[client].accuracy]) }));
-    parts.push(el("p", {}, `One column a client, sorted by ${first.name}. Lowest: ${order.slice(0, 3).map((client) => `client ${first.clients[client].name} (${percent(first.clients[client].accuracy)})`).join(", ")}.`),
-      chart(series, { label: "Accuracy of every client", xLabel: "client", dots: true, names: names.length <= 25 ? names : null, yText: accuracyText, xText: (rank) => `client ${names[rank]}` }));
+    const series = group.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: order.map((client, rank) => [rank, run.clients[client].score]) }));
+    parts.push(el("p", {}, `One column a client, sorted by ${first.name}. Worst: ${order.slice(undefinedOf, undefinedOf + 3).map((client) => `client ${first.clients[client].name} (${score(first.clients[client].score, metric)})`).join(", ")}.${undefinedOf ? ` Undefined for ${undefinedOf} of ${order.length} clients.` : ""}`),
+      chart(series, { label: `${metric.label} of every client`, xLabel: "client", dots: true, names: names.length <= 25 ? names : null, yText: scoreText(metric), xText: (rank) => `client ${names[rank]}` }));
     const local = group.find((run) => run.algorithm === "local");
     for (const run of local ? group.filter((one) => one !== local && one.seed === local.seed) : []) parts.push(...gains(run, local, data.runs.indexOf(run)));
   }
   if (!runs.some((run) => run.algorithm === "local")) parts.push(el("p", { class: "note" }, "With a run of Local on the same federation beside it, this section shows who gains by taking part: pfedla report RUN LOCAL-RUN."));
-  for (const run of runs.filter((one) => one.unseen)) parts.push(el("p", {}, `${run.name}: ${run.unseen.clients} unseen clients joined after the run. Mean accuracy as they joined ${percent(run.unseen.before)}, joined ${percent(run.unseen.joined)}, had they trained alone ${percent(run.unseen.alone)}.`));
-  parts.push(el("p", {}, download("clients.csv", () => [["run", "client", "accuracy", "accuracy_after_training", "training_examples", "attacks"],
-    ...runs.flatMap((run) => run.clients.map((client) => [run.name, client.name, client.accuracy, client.after, client.examples, client.attacks]))])));
+  for (const run of runs.filter((one) => one.unseen)) parts.push(el("p", {}, `${run.name}: ${run.unseen.clients} unseen clients joined after the run. Mean ${run.metric.short} as they joined ${score(run.unseen.before, run.metric)}, joined ${score(run.unseen.joined, run.metric)}, had they trained alone ${score(run.unseen.alone, run.metric)}.`));
+  parts.push(el("p", {}, download("clients.csv", () => {
+    const others = [...new Set(runs.flatMap((run) => run.metrics.map((one) => one.name)))], value = (run, name, n) => run.metrics.find((one) => one.name === name)?.per_client[n];
+    return [["run", "client", "metric", "score", "score_after_training", "training_examples", "attacks", ...others],
+      ...runs.flatMap((run) => run.clients.map((client, n) => [run.name, client.name, run.metric.name, client.score, client.after, client.examples, client.attacks, ...others.map((name) => value(run, name, n))]))];
+  })));
   return parts;
 }
 
 function gains(run, local, position) {
-  const gained = run.clients.map((client, n) => [client.name, client.attacks || client.accuracy === null || local.clients[n].accuracy === null ? null : client.accuracy - local.clients[n].accuracy])
+  const { sign, percent: inPoints } = run.metric, unit = inPoints ? " points" : "";
+  const gained = run.clients.map((client, n) => [client.name, client.attacks || client.score === null || local.clients[n].score === null ? null : sign * (client.score - local.clients[n].score)])
     .filter((pair) => pair[1] !== null).sort((a, b) => a[1] - b[1]);
   if (!gained.length) return [];
-  const points = (share) => `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)}`;
+  const points = (gain) => `${gain > 0 ? "+" : ""}${inPoints ? (100 * gain).toFixed(1) : plain(gain)}`;
   const winners = gained.filter((pair) => pair[1] > 0).length, losers = gained.filter((pair) => pair[1] < 0);
-  const who = losers.length ? ` Worst off: ${losers.slice(0, 3).map(([name, gain]) => `client ${name} (${points(gain)} points)`).join(", ")}.` : " Nobody loses.";
+  const who = losers.length ? ` Worst off: ${losers.slice(0, 3).map(([name, gain]) => `client ${name} (${points(gain)}${unit})`).join(", ")}.` : " Nobody loses.";
   return [el("h3", {}, `Gain over Local: ${run.name}`),
+    sign < 0 ? el("p", { class: "note" }, `${run.metric.label}: a gain is how much lower it is than with Local.`) : null,
     el("p", {}, el("span", { class: "gain" }, `${winners} of ${gained.length} clients gain`), ...(losers.length ? [", ", el("span", { class: "loss" }, `${losers.length} lose`)] : []), `.${who}`),
     chart([{ name: "gain", colour: colour(position), points: gained.map((pair, rank) => [rank, pair[1]]) }], { label: `Gain of every client over Local, ${run.name}`, xLabel: "client", dots: true, zero: true,
-      names: gained.length <= 25 ? gained.map((pair) => pair[0]) : null, yText: (value) => points(value), xText: (rank) => `client ${gained[rank][0]}, points over Local` })];
+      names: gained.length <= 25 ? gained.map((pair) => pair[0]) : null, yText: (value) => points(value), xText: (rank) => `client ${gained[rank][0]},${unit || " gain"} over Local` })].filter(Boolean);
+}
+
+function metricsSection(data) {
+  const runs = data.runs.filter((run) => run.metrics.length > 1);
+  return runs.flatMap((run) => {
+    const defined = (one) => `${one.per_client.filter((value) => value !== null).length} of ${one.per_client.length}`;
+    const rows = run.metrics.map((one) => [one.label, ...["mean", "std", "worst"].map((key) => score(one[key], one)), defined(one)]);
+    const each = run.names.slice(0, 200).map((name, n) => [name, ...run.metrics.map((one) => (one.per_client[n] === null ? "undefined" : score(one.per_client[n], one)))]);
+    const cut = run.names.length > 200 ? `The first 200 of ${run.names.length}; clients.csv has all.` : "";
+    return [several(data) ? el("h3", {}, run.name) : null, table(["metric", "mean", "std", "worst", "clients that have it"], rows),
+      el("details", {}, el("summary", {}, `${run.name}: every client`), table(["client", ...run.metrics.map((one) => one.label)], each, cut))].filter(Boolean);
+  });
 }
 
 function federationSection(data) {
@@ -83,8 +110,10 @@ function federationSection(data) {
 
 function trafficSection(data) {
   const rows = data.runs.filter((run) => run.final).map((run) => [run.name, mebibytes(run.final.down), mebibytes(run.final.up), mebibytes(run.final.down + run.final.up)]);
-  const series = data.runs.map((run, n) => ({ name: run.name, colour: colour(n), points: run.curve.map((point) => [point.down + point.up, point.mean]) })).filter((one) => one.points.some((point) => point[0] > 0));
-  const drawing = series.length ? [chart(series, { label: "Accuracy by what has been sent", xLabel: "MiB sent, down and up", yText: accuracyText, xText: (sent) => `${mebibytes(sent)} MiB` })] : [];
+  const drawing = byMetric(data.runs.filter((run) => run.curve.some((point) => point.down + point.up > 0))).map((runs) => {
+    const series = runs.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: run.curve.map((point) => [point.down + point.up, point.mean]) })), [{ metric }] = runs;
+    return chart(series, { label: `${metric.label} by what has been sent`, xLabel: "MiB sent, down and up", yText: scoreText(metric), xText: (sent) => `${mebibytes(sent)} MiB` });
+  });
   const retained = data.runs.filter((run) => run.final?.down && run.curve.some((point) => Object.keys(point.retained).length)).map((run) => {
     const total = {};
     for (const point of run.curve) for (const [layer, count] of Object.entries(point.retained)) total[layer] = (total[layer] || 0) + count;
@@ -116,12 +145,12 @@ function settingSection(data) {
   const differs = data.differs.length ? [el("h3", {}, "What differs"), table(["key", ...data.runs.map((run) => run.name)], data.differs)] : [];
   const files = data.runs.map((run) => el("details", {}, el("summary", {}, `${run.name}: experiment.toml`), el("pre", { tabindex: 0 }, run.experiment),
     table(["environment", ""], Object.entries(run.environment))));
-  const csv = download("rounds.csv", () => [["run", "round", "accuracy_mean", "accuracy_std", "accuracy_p10", "accuracy_worst", "accuracy_after_training", "loss", "training_loss", "mib_down", "mib_up"],
-    ...data.runs.flatMap((run) => run.curve.map((p) => [run.name, p.round, p.mean, p.std, p.p10, p.worst, p.after, p.loss, p.training_loss, p.down, p.up]))]);
+  const csv = download("rounds.csv", () => [["run", "round", "score_mean", "score_std", "score_p10", "score_worst", "score_after_training", "loss", "training_loss", "mib_down", "mib_up", "metric"],
+    ...data.runs.flatMap((run) => run.curve.map((p) => [run.name, p.round, p.mean, p.std, p.p10, p.worst, p.after, p.loss, p.training_loss, p.down, p.up, run.metric.name]))]);
   return [...differs, ...files, el("h3", {}, "The numbers"), el("p", {}, csv)];
 }
 
-const SECTIONS = [["summary", "Summary", summarySection], ["curves", "Learning curves", curvesSection], ["clients", "Clients", clientsSection],
+const SECTIONS = [["summary", "Summary", summarySection], ["curves", "Learning curves", curvesSection], ["clients", "Clients", clientsSection], ["metrics", "Metrics", metricsSection],
   ["alpha", "Who borrows from whom", alphaSection], ["self", "Self-weight", selfSection], ["federation", "Federation", federationSection],
   ["traffic", "Traffic", trafficSection], ["time", "Time", timeSection], ["faults", "Faults", faultsSection], ["setting", "Setting and numbers", settingSection]];
 
