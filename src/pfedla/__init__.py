@@ -4,19 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
-__all__ = ["Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "PfedlaError", "Run"]
-__all__ += ["Simulation", "__version__", "federation_of", "layer_gradient", "mix", "run", "simulate", "task_of"]
+__all__ = ["Comparison", "Experiment", "Faults", "Federation", "LayerWeightHypernetwork", "Layers", "Metric"]
+__all__ += ["Objective", "PfedlaError", "Run", "Simulation", "__version__", "compare", "federation_from"]
+__all__ += ["federation_of", "layer_gradient", "lora", "merge_lora", "mix", "run", "simulate", "task_of"]
 # Where they are: loaded when first used, so that `import pfedla` and `pfedla --help` stay quick; without torch first.
-_HOMES = ["core.errors", "core.settings", "runs.experiment", "core.layers", "core.tasks", "data.federation"]
-_HOMES += ["algorithms.pfedla", "runs.result", "runs.run"]
+_HOMES = ["core.errors", "core.settings", "runs.experiment", "core.layers", "core.tasks", "core.lora"]
+_HOMES += ["core.objectives", "data.federation", "algorithms.pfedla", "runs.result", "runs.run", "runs.comparison"]
 
 if TYPE_CHECKING:
     from pfedla.algorithms.pfedla import LayerWeightHypernetwork, layer_gradient
     from pfedla.core.errors import PfedlaError
     from pfedla.core.layers import Layers, mix
+    from pfedla.core.lora import lora, merge_lora
+    from pfedla.core.objectives import Metric, Objective
     from pfedla.core.settings import Faults
     from pfedla.core.tasks import task_of
-    from pfedla.data.federation import Federation, federation_of
+    from pfedla.data.federation import Federation, federation_from, federation_of
+    from pfedla.runs.comparison import Comparison, compare
     from pfedla.runs.experiment import Experiment
     from pfedla.runs.result import Simulation
     from pfedla.runs.run import Run, run, simulate

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -11,14 +12,16 @@ from typer import Exit, Option, Typer
 
 from pfedla import __version__
 from pfedla.cli.deploy import deploy_app
+from pfedla.cli.start import models, new
 from pfedla.cli.train import compare, reproduce, run
 from pfedla.cli.use import algorithms, communication, data_app, evaluate, export, join, report, watch
-from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, is_debugging
+from pfedla.core import plugins
+from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, first_line, is_debugging
 from pfedla.runs.interruption import EXIT_CODE
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
-GROUPS = {"Train": (run, compare, algorithms), "Look": (report, watch), "Use": (evaluate, export, join)}
+GROUPS = {"Train": (new, run, compare, algorithms, models), "Look": (report, watch), "Use": (evaluate, export, join)}
 GROUPS["Reproduce"] = (reproduce, communication)
 for _group, _commands in GROUPS.items():
     for _command in _commands:
@@ -46,13 +49,20 @@ def main() -> None:
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
         os.environ["PFEDLA_DEBUG"] = "1"
+    plugins.SEARCH[:] = [str(Path.cwd())]  # where own code is imported from, if any is asked for
     try:
         app()
     except (Stopped, KeyboardInterrupt):
         sys.exit(EXIT_CODE)
-    except (PfedlaError, OSError, MemoryError) as error:  # OSError: a full disk, a folder that may not be written
+    except Exception as error:  # OSError: a full disk, a folder that may not be written
+        where = plugins.locate(error)
+        is_known = isinstance(error, (PfedlaError, OSError, MemoryError))
+        if not is_known and not where:
+            raise  # a bug of ours
         if is_debugging():
             traceback.print_exc()
         text = escape(str(error) or "out of memory")
+        if not is_known:  # the user's own code
+            text = escape(f"{type(error).__name__}: {first_line(error)}{where}; --debug shows the traceback")
         Console(stderr=True, highlight=False).print(f"[bold red]pfedla:[/] {text}", soft_wrap=True)
-        sys.exit(2 if isinstance(error, PfedlaError) and not isinstance(error, GaveUpError) else 1)
+        sys.exit(1 if isinstance(error, (GaveUpError, OSError, MemoryError)) else 2)

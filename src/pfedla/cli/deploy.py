@@ -52,13 +52,17 @@ def init(
     public = [f"--{key}" for key in ("dataset", "partition", "samples") if given.get(key) is not None]
     if shape is not None and public:
         raise PfedlaError(f"{public[0]} is for a public data set; with --shape the sites bring their own data")
-    own = describe_own_data(shape, classes, pixels) if shape is not None and classes is not None else None
-    experiment = Experiment.parse(gather(file, given, setting or []))
+    experiment, own = Experiment.parse(gather(file, given, setting or [])), None
+    if shape is not None and classes is not None:
+        own = describe_own_data(shape, classes, pixels, experiment.task)
     limits = {"min_clients": min_clients, "wait": wait, "round_timeout": round_timeout}
     deployment = plan_deployment(experiment, own, folder, **limits)
     commands = write_deployment(folder, deployment, host or ["127.0.0.1"], port)
     if not quiet:
         say(commands, f"written to {folder}; these commands are in {folder / 'README.md'}")
+        code = [name.partition(":")[0] for name in (experiment.algorithm.name, experiment.model) if ":" in name]
+        if code:
+            say(f"the server and every site need {' and '.join(dict.fromkeys(code))} installed: code never travels")
 
 
 @deploy_app.command()
@@ -75,6 +79,7 @@ def local(
     site's own data are expected in DIR/sites/client-<i>/data.npz.
     """
     _check_flower()
+    from pfedla.algorithms import short_name
     from pfedla.flower.layout import read_deployment
     from pfedla.flower.processes import run_locally
     from pfedla.report.reading import read_result
@@ -89,7 +94,7 @@ def local(
     rounds, hint = rounds or deployment.experiment.rounds, f"resume with pfedla deploy local {folder} --resume"
     config = {"deployment.folder": str(run_folder), "deployment.resume": resume, "rounds": rounds}
     with watching(rounds, quiet=quiet or as_json, hint=hint) as (display, signals):
-        display.begin(deployment.experiment.algorithm.name, deployment.experiment.seed)
+        display.begin(short_name(deployment.experiment.algorithm.name), deployment.experiment.seed)
         run_locally(folder, len(deployment.keys), run_folder, display, signals, **config)
     print_result(read_result(run_folder / "result.json"), run_folder, quiet=quiet, as_json=as_json)
 

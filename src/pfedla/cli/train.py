@@ -10,10 +10,11 @@ from typer import Argument, Exit, Option
 
 from pfedla.cli.options import File, Output, Quiet, Sets, option, parse_ints, say, split_words, watching, with_settings
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.runs.experiment import Experiment, gather
+from pfedla.runs.experiment import Experiment, gather, overlay
 from pfedla.runs.trackers import check_trackers
 
 RUNS = Path("runs/reproduce")
+ALGORITHMS_HELP = "Names or package.module:Class, separated by commas (default: all)."
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
 
@@ -37,20 +38,21 @@ def run(given: dict[str, Any], output: Output, file: File = None, setting: Sets 
     folder = RunFolder(out or number_folder(default), resume=output.resume)
     hint = f"resume with --resume --out {folder.path}"
     with watching(experiment.rounds, quiet=output.quiet or output.as_json, hint=hint) as (display, signals):
-        display.begin(experiment.algorithm.name, experiment.seed)
+        display.begin(built.algorithm.name, experiment.seed)
         result = Run(built, folder, display=display, stopping=signals.wanted, track=trackers).complete()
     print_result(result, folder.path, quiet=output.quiet, as_json=output.as_json)
 
 
 def print_result(result: dict[str, Any], folder: Path, *, quiet: bool, as_json: bool) -> None:
-    from pfedla.report.tables import failures_lines, result_table, traffic_line, warnings
+    from pfedla.report.reading import client_names
+    from pfedla.report.tables import failures_lines, metrics_table, result_table, traffic_line, warnings
 
     if as_json:
         print(json.dumps({"run": str(folder), **result}))
     elif not quiet:
         spent = f"{traffic_line(result['traffic'])}; {result['seconds']['total']:.1f} s"
-        say(result_table(result), *warnings([result]))
-        say(f"{spent}; results and pictures in {folder}", *failures_lines(result))
+        say(result_table(result), *metrics_table(result), *warnings([result]))
+        say(f"{spent}; results and pictures in {folder}", *failures_lines(result, client_names(folder)))
 
 
 @with_settings(without=("algorithm", "seed"))
@@ -58,7 +60,7 @@ def compare(
     given: dict[str, Any],
     output: Output,
     file: File = None,
-    algorithms: Annotated[str, option("Method", "Names separated by commas, or all.", "--algorithms", "-a")] = "all",
+    algorithms: Annotated[str | None, option("Method", ALGORITHMS_HELP, "--algorithms", "-a")] = None,
     seeds: Annotated[str | None, option("Run", "Seeds separated by commas; differences are paired over them.")] = None,
     setting: Annotated[list[str] | None, option("Method", SPREAD_HELP, "--set")] = None,
 ) -> None:
@@ -66,32 +68,53 @@ def compare(
 
     Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
     """
-    from pfedla.algorithms import ALGORITHMS
     from pfedla.report import tables
+    from pfedla.report.reading import client_names
     from pfedla.runs import comparison
 
     trackers = check_trackers(split_words(output.track))
-    values = gather(file, given, setting or [], spread=True)
-    names = list(ALGORITHMS) if algorithms == "all" else split_words(algorithms)
-    numbers = parse_ints("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
-    plan = comparison.plan_comparison(values, names, numbers, output.out, resume=output.resume)
+    values, names, numbers, out = _read_request(file, given, setting or [], algorithms, seeds, output)
+    plan = comparison.plan_comparison(values, names, numbers, out, resume=output.resume)
+    assert plan.folder is not None
     hint = f"resume with --resume --out {plan.folder}"
     with watching(plan.total_rounds, quiet=output.quiet or output.as_json, hint=hint) as (display, signals):
-        rows = comparison.compare(plan, display, resume=output.resume, stopping=signals.wanted, track=trackers)
+        rows = comparison.run_comparison(plan, display, resume=output.resume, stopping=signals.wanted, track=trackers)
     if output.as_json:
         print((plan.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not output.quiet:
         table, notes = tables.tabulate_comparison(rows)
         warnings = tables.warnings([result for row in rows for result in row.results])
         say(tables.terminal_table(table, notes=notes), *warnings)
-        say("Test accuracy on every client's own data, mean and worst client, last round; MiB in all.")
+        say("Test scores on every client's own data, mean and worst client, last round; MiB in all.")
         for row in rows:
-            lines = [(one["seed"], line) for one in row.results for line in tables.failures_lines(one)]
-            say(*(f"{row.algorithm}, seed {seed}: {line}" for seed, line in lines))
+            for one, place in zip(row.results, row.folders, strict=True):
+                lines = tables.failures_lines(one, client_names(place))
+                say(*(f"{row.algorithm}, seed {one['seed']}: {line}" for line in lines))
         pictures = [plan.folder / "learning_curves.png", *sorted(plan.folder.glob("*/*.png"))]
         say(*(f"  {path}" for path in [plan.folder / "comparison.md", *pictures]))
     if any(row.gave_up for row in rows):
         raise Exit(1)
+
+
+def _read_request(
+    file: Path | None, given: dict[str, Any], sets: list[str], algorithms: str | None, seeds: str | None, output: Output
+) -> tuple[dict[str, Any], list[str], list[int], Path | None]:
+    """Return the settings, methods, seeds and folder of a comparison; of one that is resumed what its folder says."""
+    from pfedla.algorithms import ALGORITHMS
+    from pfedla.runs.comparison import PLAN, read_plan
+
+    out, before = output.out, (dict[str, Any](), list[str](), list[int]())
+    if output.resume and file is not None and (file / PLAN).exists():
+        before, out, file = read_plan(file), out or file, None
+    names = before[1] or list(ALGORITHMS)
+    if algorithms is not None:
+        names = list(ALGORITHMS) if algorithms == "all" else split_words(algorithms)
+    known = {key: value for key, value in before[0].items() if key in names or key not in ALGORITHMS}
+    values = overlay(known, gather(file, given, sets, spread=True))
+    numbers = before[2]
+    if seeds is not None or not before[2]:
+        numbers = parse_ints("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
+    return values, names, numbers, out
 
 
 def reproduce(
@@ -147,7 +170,7 @@ def reproduce(
     summary, paper = campaign.write_summary(runs, name, grid, wanted, folder), load_paper(name)
     paths = paper_results.write_tables(summary, paper, folder) + paper_results.write_figures(summary, paper, folder)
     if summary["cells"] and not quiet:
-        notes = [paper_results.NOTE, *paper_results.describe_columns(summary)]
+        notes = [paper_results.explain(summary), *paper_results.describe_columns(summary)]
         say(terminal_table(paper_results.tabulate(summary, paper), summary["title"], notes))
     if not quiet:
         say(*(f"  {path}" for path in paths))
@@ -159,7 +182,7 @@ def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
     from pfedla.reproduction import campaign
 
-    stored = [one for one in campaign.read_cells(path) if "accuracy" in one.content]
+    stored = [one for one in campaign.read_cells(path) if "score" in one.content]
     found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
     here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
     if not here:

@@ -14,6 +14,8 @@ from pfedla.runs.experiment import Experiment, gather
 
 data_app = Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
 PAGE_HELP = "File to write (default: report.html in the first folder)."
+DATA_HELP = "A file with x, y, or of a run on a table a table (default: the client's own test split)."
+MERGED_HELP = "Of a model with frozen tensors write all of it, LoRA merged (default: the trained tensors alone)."
 EXPORT_HELP = "New folder for the files (default: RUN/export/client-<id>)."
 Runs = Annotated[list[Path], Argument(help="Run folders. A comparison's folder means all its runs.", metavar="RUN…")]
 RunPath = Annotated[Path, Argument(help="A run folder.", metavar="RUN")]
@@ -72,27 +74,46 @@ def _find_folders(given: list[Path]) -> list[Path]:
 def evaluate(
     run: RunPath,
     client: Client,
-    data: Annotated[Path | None, Option(help="file.npz with x, y (default: the client's own test split).")] = None,
+    data: Annotated[Path | None, Option(help=DATA_HELP)] = None,
+    predictions: Annotated[Path | None, Option(help="New file.csv for the prediction of each example.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Test a client's personal model on a file, or on the client's own test split."""
+    """Test a client's personal model on new examples, or on the client's own test split.
+
+    Examples that the model was trained on are recognised by their content and refused.
+
+    Example: pfedla evaluate runs/first --client north --data new.npz --predictions new.csv
+    """
+    from pfedla.report.reading import Metric
     from pfedla.runs.personal import evaluate_personal, load_personal
 
     personal = load_personal(run, client)
-    result = evaluate_personal(personal, data)
-    numbers = f"accuracy {100 * result['accuracy']:.1f} %, loss {result['loss']:.4f} ({result['examples']} examples)"
-    warning = "\nOVERLAPPING clients: test examples may have trained other clients."
-    text = f"client {client} on {data or 'its test split'}: {numbers}"
-    answer(result, text + warning * personal.experiment.data.overlapping, as_json=as_json)
+    result = evaluate_personal(personal, data, predictions)
+    metric = Metric.of(result)
+    others = [Metric.named(name) for name in result["metrics"] if name != metric.name]
+    loss = "undefined" if result["loss"] is None else f"{result['loss']:.4f}"
+    lines = [f"client {client} on {data or 'its test split'} ({result['examples']} examples):"]
+    lines.append(f"{metric.label} {metric.show(result['score'])}, loss {loss}")
+    lines += [f"{one.label} {one.show(result['metrics'][one.name])}" for one in others]
+    lines += [f"predictions in {predictions}"] if predictions else []
+    warning = ["OVERLAPPING clients: test examples may have trained other clients."]
+    lines += warning * personal.experiment.data.overlapping
+    answer(result, "\n".join(lines), as_json=as_json)
 
 
-def export(run: RunPath, client: Client, out: Annotated[Path | None, Option(help=EXPORT_HELP)] = None) -> None:
+def export(
+    run: RunPath,
+    client: Client,
+    out: Annotated[Path | None, Option(help=EXPORT_HELP)] = None,
+    merged: Annotated[bool, Option("--merged", help=MERGED_HELP)] = False,
+) -> None:
     """Export a personal model: a plain state_dict (safetensors) and a torch.export program for raw inputs."""
     from pfedla.core.files import safe_name
-    from pfedla.runs.personal import export_personal, load_personal
+    from pfedla.runs.export import export_personal
+    from pfedla.runs.personal import load_personal
 
     folder = out or run / "export" / f"client-{safe_name(client)}"
-    say(*map(str, export_personal(load_personal(run, client), folder)))
+    say(*map(str, export_personal(load_personal(run, client), folder, merged=merged)))
 
 
 def join(
@@ -125,7 +146,7 @@ def communication(
     rounds: Annotated[int, Option(min=1, max=10**9, help="Rounds.")] = 75,
     participation: Annotated[float, Option(help="Share of the clients in each round.")] = 1.0,
     retain: Annotated[str, Option(help="Layers that stay on the client always, separated by commas: fc3,fc1.")] = "",
-    model: Annotated[str, Option(help="cnn, cnn-bn, small-cnn, mlp, or auto: by the data's shape.")] = "auto",
+    model: Annotated[str, Option(help="A name of `pfedla models`, or auto: by the data's shape.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Compute what a run sends, in MiB (2^20 bytes), from the model alone. Retained layers save the download."""
@@ -161,6 +182,8 @@ def list_(as_json: Json = False) -> None:
         states[name] = {"here": state.here, "where": str(state.place or "")}
         table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
+    table.add_row("file.csv", "any", "any", "a table (.csv, .tsv, .parquet): --label, --client", "your own")
+    table.add_row("folder", "any", "any", "images: class/*.png or client/class/*.png (or .jpg)", "your own")
     hint = "`pfedla data fetch NAME` downloads a data set, or checks it if it is here."
     hint += f"\ndata directory: {data_directory()} (set PFEDLA_DATA_DIR to change it)"
     answer({"data_directory": str(data_directory()), "datasets": states}, table, hint, as_json=as_json)
@@ -179,7 +202,7 @@ def fetch(names: Annotated[list[str], Argument(help="Names of `pfedla data list`
 
 
 @data_app.command()
-@with_settings(only=("dataset", "partition", "clients", "samples", "seed"))
+@with_settings(only=("dataset", "label", "client", "drop", "task", "partition", "clients", "samples", "seed"))
 def show(
     file: File = None,
     given: dict[str, Any] = {},  # noqa: B006 (never written into)
@@ -187,7 +210,7 @@ def show(
     out: Annotated[Path | None, Option(help="The figure: .png, .pdf, .svg (default: federation-….png).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a split: clients x classes as a table and a figure, and how heterogeneous the clients are.
+    """Show a split: clients x classes as a table and a figure, how heterogeneous the clients are, what looks wrong.
 
     Takes what `pfedla run` takes, also a finished run's folder.
 
@@ -196,17 +219,21 @@ def show(
     from pfedla.core.files import safe_name
     from pfedla.data.federation import build_federation
     from pfedla.report.figures import FORMATS, draw_federation
-    from pfedla.report.tables import federation_table, statistics_line, where
+    from pfedla.report.tables import federation_table, shorten, statistics_line, where
+    from pfedla.runs.build import choose_objective
     from pfedla.runs.folder import describe_federation
 
     if out and out.suffix.lower() not in FORMATS:
         raise PfedlaError(f"--out {out}: the figure must end in {', '.join(FORMATS)}")
     experiment = Experiment.parse(gather(file, given, setting or []))
-    data, federation = build_federation(experiment.data, experiment.seed)
-    described = describe_federation(federation)
+    data, federation = build_federation(experiment.data, experiment.seed, task=experiment.task)
+    described = describe_federation(federation, choose_objective(experiment, federation))
     name = f"{where(data.model_dump() | described)}, seed {experiment.seed}"
     split = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}-s{experiment.seed}"
     path = draw_federation(described, name, out or Path(f"federation-{split}.png"))
     content = {"picture": str(path), "data": data.model_dump(), **described}
-    text = f"{statistics_line(described)}\nfigure: {path}"
+    text = statistics_line(described)
+    if federation.task != "classification":
+        text = f"{federation.task} of {', '.join(map(shorten, federation.outputs))}"
+    text = "\n".join([text, *(f"warning: {warning}" for warning in federation.warnings), f"figure: {path}"])
     answer(content, federation_table(described, name), text, as_json=as_json)

@@ -1,6 +1,7 @@
 """The site's side of the Flower app, and what it keeps in its own folder. Only answers leave the site.
 
 STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
+STATE/<run>/trained_on.npy  hashes of its training examples, for `pfedla evaluate`
 STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
     kept, enough for any of the server's checkpoints
 STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal model, as in a run folder
@@ -8,6 +9,7 @@ STATE/<run>/data.safetensors  the client's part of a public data set
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -15,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import platformdirs
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
@@ -26,13 +27,14 @@ from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
 from pfedla.core.settings import EngineSettings
-from pfedla.data.dataset import load_arrays
-from pfedla.data.federation import Examples, build_federation, digest_of, federation_of_one
+from pfedla.data.federation import Examples, build_federation, digest_of
 from pfedla.engines.client import Client, Split, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer, read_config
 from pfedla.flower.deployment import Deployment
 from pfedla.runs.experiment import SITES
 from pfedla.runs.folder import describe_federation
+from pfedla.runs.personal import load_site
+from pfedla.runs.recognition import write_trained_on
 
 
 class Site:
@@ -54,40 +56,39 @@ class Site:
         torch.set_num_threads(int(node.get("threads", 1)))
         keep_freed_memory()
         self.path = Path(str(node["data"])).expanduser().resolve() if "data" in node else None
-        examples, recalibrate = self._read_examples(), self.experiment.recalibrate
+        (examples, scaling), recalibrate = self._read_examples(), self.experiment.recalibrate
         engine = EngineSettings(name="threaded", device=str(node.get("device", self.experiment.engine.device)))
         client = make_client(algorithm, self.federation, examples, engine)
-        self.client = replace(client, number=self.number, recalibrate=recalibrate)
-        about = {"client": self.number, "digest": digest_of(*examples), "data": str(self.path or "")}
+        rounds = self.experiment.rounds
+        self.client = replace(client, number=self.number, recalibrate=recalibrate, rounds=rounds)
+        about = {"client": self.number, "digest": digest_of(*examples), "data": str(self.path or "")} | scaling
         if not (self.folder / "site.json").exists():
+            write_trained_on(self.folder, {self.number: examples})
             self._write_json("site.json", about)
         elif read_object(self.folder / "site.json").get("digest") != about["digest"]:
             raise PfedlaError("the data of this site have changed since the run began; restore them, or start anew")
 
-    def _read_examples(self) -> Split:
+    def _read_examples(self) -> tuple[Split, dict[str, Any]]:
+        """Return the examples, and how they were scaled, if they were."""
         dataset = self.experiment.data.dataset
         if (dataset == SITES) == (self.path is None):
             problem = 'set data="/path"' if dataset == SITES else f"remove data=, as this federation splits {dataset}"
             raise PfedlaError(f"{problem} in --node-config")
-        return self._read_part() if self.path is None else self._read_own(self.path)
-
-    def _read_own(self, path: Path) -> Split:
-        """Read a .npz or a folder of .npy files: x, y, and test to mark a ready test split."""
-        known = self.federation
-        dataset = load_arrays(path).match(known.shape, known.classes, pixels=bool(known.mean), whose="this federation")
-        if dataset.x.dtype != np.uint8:
-            dataset = replace(dataset, x=dataset.x.astype(np.float32))
-        one = federation_of_one(dataset, "this site", self.experiment.seed)
-        return one.train[0], one.test[0]
+        if self.path is None:
+            return self._read_part(), {}
+        one = load_site(self.path, self.federation, self.experiment)
+        return (one.train[0], one.test[0]), {"scaling": one.scaling[0].to_lists()} if one.scaling else {}
 
     def _read_part(self) -> Split:
         """Read the client's part of a public data set, which is kept after the first time."""
         kept = self.folder / "data.safetensors"
         if not kept.exists():
-            data, found = build_federation(self.experiment.data, self.experiment.seed)
+            data, found = build_federation(self.experiment.data, self.experiment.seed, task=self.experiment.task)
             if found.fingerprint() != self.federation.fingerprint():
                 raise PfedlaError(f"{data.dataset} is not the same data set here as on the server")
             parts = (*found.train[self.number], *found.test[self.number])
+            if not isinstance(parts[0], torch.Tensor):  # a tree of inputs is read anew each time
+                return found.train[self.number], found.test[self.number]
             write_tensors(kept, dict(zip(("x", "y", "test_x", "test_y"), parts, strict=True)))
         tensors = load_file(kept)
         return Examples(tensors["x"], tensors["y"]), Examples(tensors["test_x"], tensors["test_y"])
@@ -105,9 +106,9 @@ class Site:
         """Test the personal model and write it: the site may use it from now on."""
         client, download, cohort = self._prepare(content)
         model = client.personalize(download, cohort)
-        accuracy, loss = client.evaluate(model)
-        self._write_personal(model, cohort.round - 1, accuracy)
-        return RecordDict({METRICS: MetricRecord({"accuracy": accuracy, "loss": loss})})
+        score, loss, metrics = client.evaluate(model, whole=True)
+        self._write_personal(model, cohort.round - 1, score, metrics)
+        return RecordDict({METRICS: MetricRecord({**metrics, "score": score, "loss": loss})})
 
     def _prepare(self, content: RecordDict) -> tuple[Client, Payload, Cohort]:
         """Return the client after its round `base`, the download, and the cohort: a site knows of no other client."""
@@ -133,12 +134,14 @@ class Site:
     def _state_path(self, round: int) -> Path:
         return self.folder / f"round-{round}.safetensors"
 
-    def _write_personal(self, model: Params, round: int, accuracy: float) -> None:
+    def _write_personal(self, model: Params, round: int, score: float, metrics: dict[str, float]) -> None:
         path = self.folder / "models" / f"client-{self.number}.safetensors"
         path.parent.mkdir(exist_ok=True)
         write_tensors(path, {name: value.cpu() for name, value in model.items()})
-        self._write_json("federation.json", describe_federation(self.federation))
-        self._write_json("result.json", {"client": self.number, "after_round": round, "accuracy": accuracy})
+        self._write_json("federation.json", describe_federation(self.federation, self.task.objective))
+        known = {name: None if math.isnan(value) else value for name, value in {"score": score, **metrics}.items()}
+        about = {"client": self.number, "after_round": round, "task": self.task.objective.describe()}
+        self._write_json("result.json", about | {"score": known.pop("score"), "metrics": known})
         write_text(self.folder / "experiment.toml", self.experiment.to_toml())
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:

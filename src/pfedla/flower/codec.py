@@ -81,7 +81,7 @@ def decode_download(content: RecordDict, model: Params, layers: Layers, num_clie
     due = {name: model[name] for name in names if sent[layers.index[name]]}
     if due:  # all parameters of the sent layers
         due |= {name: value for name, value in layers.parameters(model).items() if sent[layers.index[name]]}
-    came = Answer(Payload(tensors, sent, extras), torch.tensor(0.0), accuracy=0.0, loss=0.0, finite=True)
+    came = Answer(Payload(tensors, sent, extras), torch.tensor(0.0), score=0.0, loss=0.0, finite=True)
     checked = check_answer(came, Payload(due, sent, extras))
     if isinstance(checked, Failure):
         raise PfedlaError(f"what the server sent cannot be used: {checked.reason}: {checked.detail}")
@@ -91,7 +91,7 @@ def decode_download(content: RecordDict, model: Params, layers: Layers, num_clie
 
 def encode_answer(answer: Answer, layers: Layers) -> RecordDict:
     content = encode_payload(answer.upload, layers)
-    numbers = {"training_loss": answer.training_loss.item(), "accuracy": answer.accuracy, "loss": answer.loss}
+    numbers = {"training_loss": answer.training_loss.item(), "score": answer.score, "loss": answer.loss}
     content[METRICS] = MetricRecord({**numbers, "finite": int(answer.finite)})
     return content
 
@@ -101,7 +101,7 @@ def decode_answer(content: RecordDict, expected: Payload, layers: Layers) -> Ans
     try:
         found = decode_tensors(content.get(TENSORS), expected.tensors)
         extras = decode_tensors(content.get(EXTRAS), expected.extras)
-        training_loss, accuracy, loss, finite = read_numbers(content, "training_loss", "accuracy", "loss", "finite")
+        training_loss, score, loss, finite = read_numbers(content, "training_loss", "score", "loss", "finite")
     except PfedlaError as error:
         return Failure("not an upload", str(error))
     # Zeros stand for tensors of layers that are not sent. They are not counted as bytes: the mask excludes them.
@@ -111,4 +111,4 @@ def decode_answer(content: RecordDict, expected: Payload, layers: Layers) -> Ans
                 return Failure("wrong layers", f"{name} came, though its layer is not sent")
             found[name] = torch.zeros_like(value)
     # The training loss becomes the client's own float32 again: the record holds doubles.
-    return Answer(Payload(found, expected.sent, extras), torch.tensor(training_loss), accuracy, loss, finite == 1)
+    return Answer(Payload(found, expected.sent, extras), torch.tensor(training_loss), score, loss, finite == 1)

@@ -19,7 +19,7 @@ from pfedla.runs.build import Built, build_around
 from pfedla.runs.experiment import Experiment
 
 Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-OUTLINE = ("shape", "classes", "mean", "std", "names")
+OUTLINE = ("shape", "classes", "mean", "std", "names", "targets")
 
 
 class Deployment(Section):
@@ -33,8 +33,11 @@ class Deployment(Section):
     min_clients: Annotated[int, Field(ge=1)] = 1  # that must be online: with fewer a round waits, then the run stops
     wait: Seconds = 300.0  # for clients: for all of them at the start, later for min_clients
     round_timeout: Seconds = 3600.0  # until a round continues without clients that do not answer
-    shape: tuple[Annotated[int, Field(ge=1)], ...]  # of an example
+    shape: tuple[Annotated[int, Field(ge=1)], ...] | dict[str, tuple[int, ...]]  # of an example
     classes: tuple[str, ...]
+    targets: tuple[str, ...] = ()  # the outputs of a task without classes
+    task: str = "classification"
+    vocabulary: int = 0
     mean: tuple[float, ...] = ()  # of uint8 images, per channel; empty: examples are used as they are
     std: tuple[float, ...] = ()
     names: tuple[str, ...]  # of the clients
@@ -73,5 +76,6 @@ class Deployment(Section):
             raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {self.version}")
         nobody = torch.zeros(len(self.keys), dtype=torch.int64)  # a client has no examples until it joins
         known: dict[str, Any] = {key: getattr(self, key) for key in OUTLINE} | {"known_fingerprint": self.fingerprint}
+        known |= {"task": self.task, "vocabulary": self.vocabulary}
         known["known_counts"] = np.array(self.class_counts) if self.class_counts else None
         return build_around(self.experiment, Outline(num_examples=nobody, **known))

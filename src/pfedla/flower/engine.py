@@ -108,21 +108,25 @@ class FlowerEngine:
     def commit(self, accepted: Tensor) -> None:
         self._base[accepted] = self._round
 
-    def evaluate(self, cohort: Cohort, downloads: Payload) -> tuple[ClientMetrics, dict[int, Failure]]:
+    def evaluate(
+        self, cohort: Cohort, downloads: Payload, *, whole: bool = False
+    ) -> tuple[ClientMetrics, dict[int, Failure]]:
         """A client that is offline or silent has no metrics. One that refuses or raises is a failure."""
-        replies = self._ask(MessageType.EVALUATE, cohort, downloads)
-        metrics, failures = dict.fromkeys(cohort.ids.tolist(), (torch.nan, torch.nan)), {}
-        for client, reply in replies.items():
+        objective = self.algorithm.task.objective
+        names = ["score", "loss", *(metric.name for metric in objective.metrics)]
+        metrics, failures = dict.fromkeys(cohort.ids.tolist(), [torch.nan] * len(names)), {}
+        for client, reply in self._ask(MessageType.EVALUATE, cohort, downloads).items():
             try:
                 if isinstance(reply, Failure):
                     raise PfedlaError(f"{reply.reason}: {reply.detail}")
-                accuracy, loss = read_numbers(reply, "accuracy", "loss")
-                if not 0 <= accuracy <= 1:
-                    raise PfedlaError(f"its accuracy is {accuracy}")
-                metrics[client] = (accuracy, loss)
+                numbers = read_numbers(reply, *names)
+                if objective.metric.percent and not 0 <= numbers[0] <= 1:
+                    raise PfedlaError(f"its {objective.headline} is {numbers[0]}")
+                metrics[client] = numbers
             except PfedlaError as error:
                 failures[client] = Failure("evaluation raised", str(error))
-        return ClientMetrics(*torch.tensor(list(metrics.values()), dtype=torch.float64).T), failures
+        score, loss, *others = torch.tensor(list(metrics.values()), dtype=torch.float64).T
+        return ClientMetrics(score, loss, dict(zip(names[2:], others, strict=True))), failures
 
     def personal_models(self, cohort: Cohort, downloads: Payload) -> list[Params]:
         """Return empty models: each site writes its own when it is evaluated, as after the last round."""

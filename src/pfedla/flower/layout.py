@@ -17,6 +17,8 @@ import tomli_w
 
 from pfedla import __version__
 from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.settings import AUTO
+from pfedla.data.dataset import strata_names
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.deployment import OUTLINE, Deployment
 from pfedla.flower.keys import to_general_name, write_certificates, write_node_key
@@ -28,7 +30,7 @@ LOOPBACK = ("127.0.0.1", "localhost")  # `deploy local` reaches the server there
 HALF_OF_BYTE = 127.5  # uint8 images are scaled to -1..1
 
 
-def describe_own_data(shape: str, classes: str, pixels: bool) -> dict[str, Any]:
+def describe_own_data(shape: str, classes: str, pixels: bool, task: str = AUTO) -> dict[str, Any]:
     """Return what the sites' own data must look like: nobody looks at the data to find out."""
     sizes = [word.strip() for word in shape.split(",")]
     if not all(size.isdecimal() and 0 < int(size) < 2**20 for size in sizes) or len(sizes) not in (1, 3):
@@ -36,12 +38,14 @@ def describe_own_data(shape: str, classes: str, pixels: bool) -> dict[str, Any]:
     names = [word.strip() for word in classes.split(",")]
     if len(names) == 1 and names[0].isdecimal():
         names = [str(number) for number in range(int(names[0]))]
-    if len(names) < 2 or len(set(names)) < len(names) or not all(names):
+    is_classification = task in (AUTO, "classification")
+    if len(names) < 1 + is_classification or len(set(names)) < len(names) or not all(names):
         raise PfedlaError(f"--classes {classes}: give their number (10) or their names (cat,dog)")
     if pixels and len(sizes) != 3:
         raise PfedlaError("--pixels is for images: --shape channels,height,width")
     scale = [HALF_OF_BYTE] * int(sizes[0]) if pixels else []  # floats are used as they are
-    return {"shape": list(map(int, sizes)), "classes": names, "mean": scale, "std": scale}
+    known = {"shape": list(map(int, sizes)), "classes": names, "mean": scale, "std": scale}
+    return known if is_classification else known | {"task": task, "targets": names, "classes": strata_names(task)}
 
 
 def plan_deployment(experiment: Experiment, own: dict[str, Any] | None, folder: Path, **options: Any) -> Deployment:
@@ -55,13 +59,13 @@ def plan_deployment(experiment: Experiment, own: dict[str, Any] | None, folder: 
         experiment, known = built.experiment, built.federation
         if known.subset:
             raise PfedlaError(f"{experiment.data.dataset} is read from {known.subset}; sites may not have it")
-        outline = {key: getattr(known, key) for key in OUTLINE}
+        outline = {key: getattr(known, key) for key in (*OUTLINE, "task", "vocabulary")}
         outline |= {"class_counts": np.asarray(known.class_counts()).tolist(), "fingerprint": known.fingerprint()}
     else:
         clients = experiment.data.clients
         if not isinstance(clients, int):
             raise PfedlaError("--clients is missing: give the number of sites")
-        update = {"dataset": SITES, "partition": "client", "classes_limit": len(own["classes"])}
+        update = {"dataset": SITES, "partition": "client", "classes_limit": max(2, len(own["classes"]))}
         experiment = experiment.model_copy(update={"data": experiment.data.model_copy(update=update)})
         outline = {**own, "names": list(map(str, range(clients)))}
     options |= {"version": __version__, "folder": folder / "run", "keys": outline["names"], **outline}

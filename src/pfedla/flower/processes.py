@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.flower.layout import write_flower_config
 from pfedla.flower.server_app import END, LOG, RUN_NAME, beside
-from pfedla.report.reading import read_rounds
+from pfedla.report.reading import Metric, read_rounds, task_of_run
 from pfedla.runs.interruption import Interruption
 from pfedla.runs.progress import Display
 
@@ -155,8 +155,8 @@ def run_locally(
             for line in log:
                 display.say(line.rstrip("\n"))
             for last in read_rounds(run_folder)[-1:]:
-                mean = last["accuracy"]["mean"]
-                display.show(last["round"], "–" if mean is None else f"{100 * mean:.1f} %")
+                display.metric = Metric.of({"task": task_of_run(run_folder)})
+                display.show(last["round"], last["score"]["mean"])
             if interruption.wanted() and not has_ended:
                 federation.flwr("stop", str(run))
                 raise Stopped

@@ -48,7 +48,7 @@ def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
     """Run the deployment's experiment with the clients behind the grid."""
     built, path = deployment.build(), deployment.folder
     federation, experiment = built.federation, built.experiment
-    display.begin(experiment.algorithm.name, experiment.seed)
+    display.begin(built.algorithm.name, experiment.seed)
     if path.exists() and not deployment.resume:
         raise PfedlaError(f"{path} exists already and is never overwritten; set deployment.resume or another folder")
     name = (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
