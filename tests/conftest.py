@@ -15,6 +15,7 @@ from pfedla.algorithms import ALGORITHMS, create
 from pfedla.core.contracts import Algorithm, Cohort, Engine, LocalData, Params, Payload, ServerState
 from pfedla.core.errors import NotApplicableError
 from pfedla.core.faults import NO_FAULTS
+from pfedla.core.lora import lora
 from pfedla.core.rounds import NO_ANSWER, Accepted, Round, accept, run_rounds
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate, Training
 from pfedla.core.tasks import Task, task_of
@@ -144,12 +145,19 @@ def make(
     epochs: int = 2,
     batch_size: int = 5,
     lr: float = 0.1,
+    recipe: dict[str, Any] | None = None,
     **options: Any,
 ) -> Algorithm:
     """A method or variant for a module or the tiny net; `batch_norm=None`: with BatchNorm where that fits."""
-    module = module or TinyNet(applies(name, True) if batch_norm is None else batch_norm)
+    module = module or tiny(name, applies(name, True) if batch_norm is None else batch_norm)
     name, preset = VARIANTS.get(name, (name, PRESETS.get(name, {})))
-    return create(name, task_of(module), budget(lr, epochs, batch_size), preset | options)
+    training = budget(lr, epochs, batch_size).model_copy(update=recipe or {})
+    return create(name, task_of(module), training, preset | options)
+
+
+def tiny(name: str, batch_norm: bool) -> nn.Module:
+    """The tiny net, with the adapters that FedSA-LoRA needs."""
+    return lora(TinyNet(batch_norm), 2, 2.0, ["fc1"]) if name == "fedsa-lora" else TinyNet(batch_norm)
 
 
 def applies(name: str, batch_norm: bool) -> bool:

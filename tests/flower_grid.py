@@ -28,7 +28,7 @@ from pfedla.runs.progress import Display
 # The client's number and its reply; None: nothing comes, an exception: it cannot be read.
 Change = Callable[[int, Message], Message | Exception | None]
 Absent = Callable[[int, int], bool]  # of a client and a round
-NUMBERS = ("accuracy", "accuracy_after_training", "loss", "traffic", "failures")
+NUMBERS = ("score", "score_after_training", "loss", "traffic", "failures")
 
 
 class LoopbackGrid:

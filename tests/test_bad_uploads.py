@@ -10,6 +10,7 @@ from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_fed
 from torch import Tensor
 
 from pfedla import simulate
+from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
 from pfedla.core.errors import GaveUpError
@@ -163,9 +164,12 @@ def test_a_client_that_raises_is_left_out_alone(name: str, engine: str, monkeypa
 
 
 def test_a_run_without_a_usable_upload_stops_and_keeps_the_cause() -> None:
-    federation = spoil_labels(toy_federation(), *range(6))
+    class Raises(FedAvg):
+        def local_update(self, *given: Any) -> Any:
+            raise IndexError("no")
+
     with pytest.raises(GaveUpError, match="max_failed_rounds") as caught:
-        simulate(federation, TinyNet(), "fedavg", rounds=50, max_failed_rounds=3, engine="threaded")
+        simulate(toy_federation(), TinyNet(), Raises, rounds=50, max_failed_rounds=3, engine="threaded")
     assert isinstance(caught.value.__cause__, IndexError)
 
 

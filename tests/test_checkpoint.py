@@ -75,9 +75,7 @@ def go(
 def assert_ends_equal(one: Any, other: Any) -> None:
     assert torch.equal(one.accuracy, other.accuracy)
     assert torch.equal(one.loss, other.loss)
-    torch.testing.assert_close(
-        one.accuracy_after_training, other.accuracy_after_training, rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(one.score_after_training, other.score_after_training, rtol=0, atol=0, equal_nan=True)
     assert one.traffic == other.traffic
     assert one.failures == other.failures
     assert one.alpha_rounds == other.alpha_rounds
@@ -237,12 +235,12 @@ def test_a_run_folder_of_format_1_is_read_and_resumes(name: str, tmp_path: Path)
     run, algorithm = tmp_path / name, {"paper": "pfedla", "fedavg": "fedavg", "heldout": "pfedla-heldout"}[name]
     shutil.copytree(FORMAT_1 / name, run)
     before = json.loads((run / "result.json").read_text())["accuracy"]["per_client"]
-    assert evaluate_personal(load_personal(run, "0"), None)["accuracy"] == pytest.approx(before[0])
+    assert evaluate_personal(load_personal(run, "0"), None)["score"] == pytest.approx(before[0])
     assert algorithm in write_page([run], tmp_path / "report.html").read_text()
     experiment = Experiment.parse({**read_toml(run), "rounds": 6})
     result = Run(build(experiment), RunFolder(run, resume=True)).complete()
-    assert (result["format"], result["algorithm"]) == (2, algorithm)
+    assert (result["format"], result["algorithm"]) == (3, algorithm)
     straight = json.loads((FORMAT_1 / f"{name}-straight.json").read_text())
     if name != "heldout":
-        assert result["accuracy"] == straight["accuracy"]
+        assert result["score"] == straight["accuracy"]
         assert result["loss"] == pytest.approx(straight["loss"], abs=1e-6)

@@ -90,3 +90,21 @@ def test_an_overlapping_split_is_named_in_every_result(pfedla, tmp_path: Path) -
     assert (tmp_path / "federation-digits-classes-overlapping-s0.png").exists()
     honest = json.loads(pfedla("run", *FAST, "--json")[1])
     assert (honest["overlapping"], honest["leaked_test_share"]) == (False, 0.0)
+
+
+def test_show_takes_tables_and_every_task(pfedla, tmp_path: Path) -> None:
+    rows = np.arange(80)
+    lines = [f"{'ns'[row % 2]},{row % 7},{1e6 * row},{row + 0.5},{row % 3 == 0}" for row in rows]
+    Path("all.csv").write_text("\n".join(["site,a,b,days,event", *lines]))
+    for words, counts in (
+        ("--label days", [28, 28]),
+        ("--label days,event --task survival", [28, 28]),
+        ("--label event --set data.standardise=none", [28, 28]),
+    ):
+        code, out, err = pfedla("data", "show", "-d", "all.csv", "--client", "site", *words.split())
+        assert code == 0, err
+        assert ("warning: all.csv: column b" in out.replace("\n", " ")) == ("none" in words)
+        content = json.loads(pfedla("data", "show", "-d", "all.csv", "--client", "site", *words.split(), "--json")[1])
+        assert [sum(train) for train in content["train"]] == counts
+    code, _, err = pfedla("data", "show", "-d", "all.csv", "--label", "eventt")
+    assert (code, "event" in err) == (2, True)

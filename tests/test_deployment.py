@@ -99,10 +99,11 @@ def short(folder: Path) -> None:
     told = json.loads(subprocess.run(local, check=True, stdout=subprocess.PIPE, text=True).stdout)
     deployment = read_deployment(folder)
     assert told["run"] == str(deployment.folder)
-    assert told["accuracy"] == check(deployment)["accuracy"]
+    assert told["score"] == check(deployment)["score"]
     runs = (deployment.folder, folder / "simulated" / "run")
     ours, simulated = ({path.name for path in run.rglob("*") if path.name != ".lock"} for run in runs)
-    assert ours ^ simulated == {"deployment.json", ".run"}
+    assert ours ^ simulated == {"deployment.json", ".run", "trained_on.npy"}  # hashes of examples stay at the sites
+    assert "trained_on.npy" in simulated
 
 
 SPOILER = r"""

@@ -88,7 +88,7 @@ def test_python_of_the_run_folder(pfedla) -> None:
     pfedla("run", "--rounds", 1, "--local-epochs", 1, "--out", "runs/first", "-q")
     pfedla("export", "runs/first", "--client", 3)
     for block in blocks(ROOT / "docs" / "results.md", "python"):
-        small = block.replace(", num_classes=10, batch_norm=False", ", num_classes=10").replace("28, 28", "8, 8")
+        small = block.replace(", num_outputs=10, batch_norm=False", ", num_outputs=10").replace("28, 28", "8, 8")
         exec(small.replace("PaperCNN", "SmallCNN"), {})
 
 

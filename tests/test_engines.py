@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import SIZES, TinyNet, assert_same, flat, make, play, toy_federation
-from torch import nn
+from torch import Tensor, nn
 
 from pfedla import simulate
 from pfedla.core.contracts import Answer, Cohort
 from pfedla.core.errors import PfedlaError
-from pfedla.core.models import MODELS, SmallCNN
+from pfedla.core.models import MODELS, SmallCNN, build_model
 from pfedla.core.settings import EngineSettings
+from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.engines import simulated
 from pfedla.engines.client import Client
@@ -51,18 +52,18 @@ def train(module: nn.Module, federation: Federation, **settings: Any) -> list[An
     ],
 )
 def test_the_engine_is_chosen_by_device_and_model(name: Any, device: str, module: nn.Module, chosen: str) -> None:
-    assert resolve_engine(EngineSettings(name=name, device=device), module).name == chosen
+    assert resolve_engine(EngineSettings(name=name, device=device), task_of(module))[0].name == chosen
 
 
 def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
-    assert resolve_engine(EngineSettings(compile=True), module).name == "threaded"  # though it is small
+    assert resolve_engine(EngineSettings(compile=True), task_of(module))[0].name == "threaded"  # though it is small
     for settings in (EngineSettings(compile=True, name="vectorized"), EngineSettings(compile=True, device="cuda")):
         with pytest.raises(PfedlaError, match="--compile"):
-            resolve_engine(settings, module)
+            resolve_engine(settings, task_of(module))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(PfedlaError, match="compiler"):
-        resolve_engine(EngineSettings(compile=True), module)
+        resolve_engine(EngineSettings(compile=True), task_of(module))
 
 
 @pytest.mark.slow
@@ -129,11 +130,11 @@ def test_two_simulations_in_two_threads_at_once() -> None:
     """Each has the numbers it has alone, and torch's number of threads is as before, in old and new threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    together, after = threading.Barrier(2), []
+    together, after, model = threading.Barrier(2), [], TinyNet()
 
     def train_alone(seed: int, wait: Any = None) -> Any:
         settings: dict[str, Any] = {"rounds": 4, "seed": seed, "engine": "threaded", "on_round": wait}
-        return simulate(toy_federation(), TinyNet(), "fedrep", **settings)
+        return simulate(toy_federation(), model, "fedrep", **settings)
 
     def train_together(seed: int) -> Any:
         result = train_alone(seed, lambda round: together.wait(60))
@@ -149,3 +150,12 @@ def test_two_simulations_in_two_threads_at_once() -> None:
     for result, alone in zip(results, expected, strict=True):
         assert_same(result.models[0], alone.models[0])
     torch.set_num_threads(before)
+
+
+def test_models_built_in_threads_have_the_weights_of_their_seeds() -> None:
+    def build(seed: int) -> Tensor:
+        return build_model("mlp", (40,), 3, torch.Generator().manual_seed(seed)).state_dict()["fc1.weight"]
+
+    expected = list(map(build, range(40)))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(map(torch.equal, pool.map(build, range(40)), expected))

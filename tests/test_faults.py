@@ -163,5 +163,5 @@ def test_an_experiment_file_with_faults(pfedla: Any, tmp_path: Path) -> None:
     refused = {int(client) for client, reasons in result["failures"].items() if "not finite" in reasons}
     assert refused <= set(attackers)
     assert refused
-    honest = [a for client, a in enumerate(result["accuracy"]["per_client"]) if client not in attackers]
-    assert result["honest"]["accuracy"]["mean"] == pytest.approx(sum(honest) / 3)
+    honest = [a for client, a in enumerate(result["score"]["per_client"]) if client not in attackers]
+    assert result["honest"]["score"]["mean"] == pytest.approx(sum(honest) / 3)

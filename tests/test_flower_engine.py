@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.config import flatten_dict
 
 from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.core.objectives import CLASSIFICATION
 from pfedla.flower.client_app import Site, reply
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.deployment import Deployment
@@ -25,6 +27,8 @@ from pfedla.runs.personal import evaluate_personal, load_personal
 
 DIGITS = {"rounds": 2, "data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 2}}
 OPTIONS = {"pfedla-heldout": {"warm_up": 0}, "heurpfedla": {"retained_layers": 2}, "fedfomo": {"candidates": 1}}
+
+NUMBERS = ["score", "loss", *(metric.name for metric in CLASSIFICATION.metrics)]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +59,7 @@ def site_folder(grid: LoopbackGrid, client: int) -> Path:
     return path.parent
 
 
-@pytest.mark.parametrize("name", methods("pfedla", "fedfomo"))
+@pytest.mark.parametrize("name", [one for one in methods("pfedla", "fedfomo") if one.id != "fedsa-lora"])  # no adapters
 def test_a_method_over_messages_equals_the_threaded_engine(name: str, tmp_path: Path) -> None:
     grid = grid_of(tmp_path, name, **(photos(tmp_path) if name in ("fedbn", "pfedla") else {}))
     run_server(grid)
@@ -68,7 +72,7 @@ def test_a_method_over_messages_equals_the_threaded_engine(name: str, tmp_path: 
     wire = json.loads((folders[0] / "deployment.json").read_text())["wire"]
     for way in ("down", "up"):  # the wire carries what is counted, and a header per tensor
         assert wire[f"{way}_bytes"] == result["traffic"][f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
-    assert evaluate_personal(kept, None)["accuracy"] == result["accuracy"]["per_client"][2]
+    assert evaluate_personal(kept, None)["score"] == result["score"]["per_client"][2]
 
 
 @pytest.mark.parametrize("name", ["heurpfedla", pytest.param("pfedme", marks=pytest.mark.slow)])
@@ -126,7 +130,7 @@ def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Pat
     grid = grid_of(tmp_path, rounds=1, data={"dataset": "digits", "clients": 5})
     lies = {
         (0, "evaluate"): ("config", ConfigRecord({"refusal": "no"})),
-        (1, "evaluate"): ("metrics", MetricRecord({"accuracy": 1e9, "loss": 0.0})),
+        (1, "evaluate"): ("metrics", MetricRecord(dict.fromkeys(NUMBERS, 1e9))),
         (3, "query"): ("config", ConfigRecord({"train": -5})),
     }
 
@@ -141,7 +145,7 @@ def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Pat
     assert result["failures"] == {"0": failure, "1": failure, "3": {"no answer": 1}}
     assert result["refused_uploads"] == 0
     assert any("client 3" in line and "train" in line for line in said)
-    assert [value is None for value in result["accuracy"]["per_client"]] == [True, True, True, True, False]
+    assert [value is None for value in result["score"]["per_client"]] == [True, True, True, True, False]
 
 
 def test_another_clients_partition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,9 +193,8 @@ def test_sites_bring_their_own_data(pixels: bool, tmp_path: Path) -> None:
     assert json.loads((folder / "deployment.json").read_text())["examples"] == [24, 16]
     kept = load_personal(site_folder(grid, 1), "1")
     for data in (tmp_path / "other.npz", tmp_path / "theirs"):
-        assert evaluate_personal(kept, data)["accuracy"] == result["accuracy"]["per_client"][1]
-    with pytest.raises(PfedlaError, match="--data"):
-        evaluate_personal(kept, None)
+        assert evaluate_personal(kept, data)["score"] == result["score"]["per_client"][1]
+    assert evaluate_personal(kept, None)["score"] == result["score"]["per_client"][1]
 
 
 @pytest.mark.slow
@@ -209,7 +212,7 @@ def test_data_that_do_not_fit_are_refused_when_joining(file: dict[str, Any] | No
 
 @pytest.mark.slow
 def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
-    """Without a ready test split, a model is not tested on the file that it trained on, either."""
+    """Without a ready test split, a site is tested on the split that was drawn, also of a copy of its file."""
     grid = own_grid(tmp_path)
     for client in (0, 1):
         path = own_file(tmp_path / f"data-{client}.npz", seed=client)
@@ -225,8 +228,17 @@ def test_data_that_change_during_a_run_are_refused(tmp_path: Path) -> None:
     grid.change = grow
     run_server(grid)
     assert result_of(grid)["failures"]["1"]["refused"] >= 1
+    kept, score = load_personal(site_folder(grid, 0), "0"), result_of(grid)["score"]["per_client"][0]
+    shutil.copy(tmp_path / "data-0.npz", tmp_path / "copy.npz")
+    for data in (None, tmp_path / "data-0.npz", tmp_path / "copy.npz"):
+        assert evaluate_personal(kept, data)["score"] == score
+    with np.load(tmp_path / "copy.npz") as arrays:
+        np.savez(tmp_path / "half.npz", x=arrays["x"][::2], y=arrays["y"][::2])
     with pytest.raises(PfedlaError, match="trained on"):
-        evaluate_personal(load_personal(site_folder(grid, 0), "0"), tmp_path / "data-0.npz")
+        evaluate_personal(kept, tmp_path / "half.npz")
+    own_file(tmp_path / "data-0.npz", seed=7)
+    with pytest.raises(PfedlaError, match="changed"):
+        evaluate_personal(kept, None)
 
 
 def test_a_round_that_ends_too_late_deletes_no_later_state(tmp_path: Path) -> None:
@@ -278,7 +290,7 @@ BAD = {
     "garbage": (lambda m: put(m, Array("float32", (3,), "numpy.ndarray", b"garbage")), "not an upload"),
     "pickle": (lambda m: put(m, pickled()), "not an upload"),
     "huge": (lambda m: put(m, np.zeros(10**6, np.float32), "more"), "not an upload"),
-    "metrics": (lambda m: replace(m, "metrics", MetricRecord({"accuracy": 7.0})), "not an upload"),
+    "metrics": (lambda m: replace(m, "metrics", MetricRecord({"score": 7.0})), "not an upload"),
     "empty": (clear, "not an upload"),
     "unreadable": (lambda m: ValueError("no message at all"), "not an upload"),
     "refusal": (lambda m: replace(m, "config", ConfigRecord({"refusal": "no"})), "refused"),
@@ -298,7 +310,7 @@ def test_bad_uploads_are_refused_and_counted(tmp_path: Path) -> None:
     grid.change = spoil
     said = run_server(grid)
     assert result_of(grid)["failures"] == {"1": dict(Counter(reason for _, reason in BAD.values()))}, said
-    check(grid.deployment, keys=("accuracy", "accuracy_after_training", "loss"), absent=lambda client, _: client == 1)
+    check(grid.deployment, keys=("score", "score_after_training", "loss"), absent=lambda client, _: client == 1)
 
 
 def test_a_site_checks_what_the_server_sends(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ from pfedla.core.files import read_object, read_tensors, safe_name
 from pfedla.core.models import MODELS, build_model
 from pfedla.core.tasks import task_of
 from pfedla.data import dataset
-from pfedla.data.dataset import load_arrays, read_cifar, read_idx_pair
+from pfedla.data.dataset import load_arrays
 from pfedla.data.federation import federation_of
+from pfedla.data.published import read_cifar, read_idx_pair
 from pfedla.report.reading import read_result, round_of
-from pfedla.report.tables import failures_lines, result_table, traffic_line, warnings
+from pfedla.report.tables import failures_lines, metrics_table, result_table, traffic_line, warnings
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.personal import evaluate_personal, load_personal
@@ -161,12 +162,13 @@ def test_damaged_results_and_rounds_are_shown_or_refused(run_folder, tmp_path: P
     path.write_bytes(data.draw(damaged(good) | st.sampled_from([b"[]", b"{}", b"null", b'{"rounds": 1}'])))
     with at_most(GIBIBYTE), suppress(PfedlaError):
         result = read_result(path)
-        Console(quiet=True).print(result_table(result), *warnings([result]), *failures_lines(result))
+        Console(quiet=True).print(result_table(result), *metrics_table(result), *warnings([result]))
+        assert all(failures_lines(result, ["north"]))
         assert traffic_line(result["traffic"])
     line = (run_folder / "rounds.jsonl").read_text().splitlines()[-1]
     assert round_of(line) == 1
     text = data.draw(damaged(line.encode())).decode(errors="replace")
-    assert round_of(text) is None or "mean" in json.loads(text)["accuracy"]
+    assert round_of(text) is None or "mean" in json.loads(text)["score"]
     assert all(round_of(text) is None for text in ("", "[" * 10**5, "3", line.replace('"mean"', '"men"')))
 
 

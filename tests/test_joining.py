@@ -22,7 +22,7 @@ from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
 from pfedla.report.tables import comparison_markdown
 from pfedla.runs.build import build
-from pfedla.runs.comparison import compare, plan_comparison
+from pfedla.runs.comparison import plan_comparison, run_comparison
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import RunFolder, RunState
 from pfedla.runs.joining import Joined, join, join_run
@@ -57,7 +57,7 @@ def test_joining_changes_nobody_else_and_is_repeatable(name: str) -> None:
     joined, again = (join_one(algorithm, server, unseen) for _ in range(2))
     assert_same(flat(server), flat(kept))
     assert_same(joined.model, again.model)
-    assert (joined.accuracy, joined.traffic) == (again.accuracy, again.traffic)
+    assert (joined.score, joined.traffic) == (again.score, again.traffic)
     assert joined.model.keys() == algorithm.task.initial().keys()
     assert all(value.isfinite().all() for value in joined.model.values())
     if joined.alphas is not None:
@@ -84,7 +84,7 @@ def test_fedavg_gives_the_global_model_and_fedrep_its_body_with_a_head() -> None
     federation, unseen = split()
     algorithm, server = trained("fedavg", federation)
     joined = join_one(algorithm, server, unseen)
-    assert (joined.rounds, joined.accuracy["after_training"], joined.traffic.up_bytes) == (0, None, 0)
+    assert (joined.rounds, joined.score["after_training"], joined.traffic.up_bytes) == (0, None, 0)
     assert_same(joined.model, server["model"])
     tuned = join_one(make("fedavg-ft"), server, unseen)
     assert tuned.rounds == 0
@@ -133,8 +133,8 @@ def test_an_unseen_client_finds_the_clients_that_are_like_it(form: str, sign: in
     assert (others < 0.2).all()
     assert (alike > 1.5 * others).all()
     assert alike[-1] > 0.8  # the layer in which the clusters differ
-    assert joined.accuracy["after"] > joined.accuracy["before"] + 0.2
-    assert joined.accuracy["after"] > join_after_30("fedavg").accuracy["after"] + 0.2
+    assert joined.score["after"] > joined.score["before"] + 0.2
+    assert joined.score["after"] > join_after_30("fedavg").score["after"] + 0.2
 
 
 # The command
@@ -173,7 +173,12 @@ def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla: Any, finis
     code, out, err = pfedla("join", finished, "--data", "new.npz", "--rounds", 3)
     assert (code, "run/joined/new" in out) == (0, True), err
     folder = finished / "joined" / "new"
-    assert {path.name for path in folder.iterdir()} == {"result.json", "model.safetensors", "alpha.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {
+        "result.json",
+        "model.safetensors",
+        "alpha.safetensors",
+        "trained_on.npy",
+    }
     result = json.loads((folder / "result.json").read_text())
     assert (result["after_round"], result["rounds"], result["clients"]) == (2, 3, 4)
     alpha = load_file(folder / "alpha.safetensors")["alpha"]
@@ -184,7 +189,7 @@ def test_the_command_leaves_a_folder_and_nothing_else_changes(pfedla: Any, finis
     code, _, err = pfedla("join", finished, "--data", "new.npz")
     assert (code, "--name" in err) == (2, True)
     code, out, _ = pfedla("join", finished, "--data", "new.npz", "--rounds", 3, "--name", "again", "--json")
-    assert (code, json.loads(out)["accuracy"]) == (0, result["accuracy"])
+    assert (code, json.loads(out)["score"]) == (0, result["score"])
 
 
 def test_the_model_of_an_unseen_client_is_evaluated_and_exported(pfedla: Any, finished: Path) -> None:
@@ -192,18 +197,22 @@ def test_the_model_of_an_unseen_client_is_evaluated_and_exported(pfedla: Any, fi
     personal = load_personal(finished, "joined/new")
     tested = evaluate_personal(personal, None)
     assert (tested["client"], tested["examples"]) == ("joined/new", 9)
-    assert tested["accuracy"] == pytest.approx(result["accuracy"]["after"])
+    assert tested["score"] == pytest.approx(result["score"]["after"])
     assert pfedla("export", finished, "--client", "joined/new")[0] == 0
     described = json.loads((finished / "export" / "client-joined_new" / "model.json").read_text())
     assert described["client"] == "joined/new"
     with pytest.raises(PfedlaError, match="joined/new"):
         load_personal(finished, "joined/old")
-    with pytest.raises(PfedlaError, match="trained on"):
-        evaluate_personal(personal, Path("new.npz"))
+    assert evaluate_personal(personal, Path("new.npz")) == tested  # its own data: split again
+    own = arrays(1, seed=1)
+    np.savez("some.npz", x=own["x"][:20], y=own["y"][:20])
+    with pytest.raises(PfedlaError, match="of 20 rows"):
+        evaluate_personal(personal, Path("some.npz"))
     np.savez("new.npz", **arrays(1, seed=2))
-    with pytest.raises(PfedlaError, match="changed"):
-        evaluate_personal(personal, None)
-    np.savez("other.npz", **arrays(1, seed=1, client=np.full(30, "elsewhere")))
+    for data in (None, Path("new.npz")):
+        with pytest.raises(PfedlaError, match="changed"):
+            evaluate_personal(personal, data)
+    np.savez("other.npz", **arrays(1, seed=3, client=np.full(30, "elsewhere")))
     assert evaluate_personal(personal, Path("other.npz"))["examples"] == 30
     (folder / "result.json").write_text("{}")
     with pytest.raises(PfedlaError, match="--data"):
@@ -284,17 +293,17 @@ def test_unseen_clients_are_reported_apart(finished: Path) -> None:
     assert (result["clients"], len(known["clients"]), len(unseen["clients"])) == (3, 3, 1)
     assert known["unseen"] == unseen["clients"]
     assert {*known["clients"], *unseen["clients"]} == {"north", "east", "south", "west"}
-    for key in ("accuracy", "accuracy_before", "accuracy_after_training", "accuracy_alone"):
+    for key in ("score", "score_before", "score_after_training", "score_alone"):
         assert len(unseen[key]["per_client"]) == 1
     built = build(Experiment.parse(UNSEEN))
     assert isinstance(built.federation, Federation)
     module, options = built.algorithm.task.module, {"rounds": 2, "engine": "vectorized", **TRAINING, **HELD_OUT}
     plain = simulate(built.federation, module, "pfedla-heldout", **options)
-    assert result["accuracy"]["per_client"] == plain.accuracy.tolist()
+    assert result["score"]["per_client"] == plain.accuracy.tolist()
     assert (folder / "models" / "unseen-0.safetensors").exists()
     for position, name in enumerate(known["clients"]):
         again = evaluate_personal(load_personal(folder, name), None)
-        assert again["accuracy"] == pytest.approx(result["accuracy"]["per_client"][position])
+        assert again["score"] == pytest.approx(result["score"]["per_client"][position])
 
 
 @pytest.mark.slow
@@ -317,7 +326,7 @@ def test_a_stopped_run_with_unseen_clients_resumes(finished: Path) -> None:
 
 def test_local_with_unseen_clients_is_refused_at_once(pfedla: Any, finished: Path) -> None:
     values = {key: value for key, value in UNSEEN.items() if key != "algorithm"}
-    rows = compare(plan_comparison(values, ["local", "fedavg"], [0], Path("compared")))
+    rows = run_comparison(plan_comparison(values, ["local", "fedavg"], [0], Path("compared")))
     assert "join" in rows[0].not_applicable
     assert "unseen" in comparison_markdown(rows)
     code, _, err = pfedla("run", finished, "-a", "local", "--set", "unseen_clients=0.5", "--out", "no")

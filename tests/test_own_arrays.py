@@ -69,9 +69,9 @@ def test_other_vectors_and_integer_images_become_float32() -> None:
     ("arrays", "named"),
     [
         ({"y": np.zeros(3, int)}, "y"),
-        ({"y": np.array([0.5, 1, 2, 3])}, "y"),
-        ({"x": np.array([[1, 2], [3, 4], [np.nan, 0], [5, 6]])}, r"x\[2\]"),
-        ({"x": np.full((4, 2), 1e39)}, r"x\[0\]"),
+        ({"y": np.array([0.5, 1, np.nan, 3])}, r"y\[2\]"),
+        ({"x": np.array([[1, 2], [3, 4], [np.nan, 0], [5, 6]])}, r"x\[2, 0\]"),
+        ({"x": np.full((4, 2), 1e39)}, r"x\[0, 0\]"),
         ({"test": np.zeros(4)}, "test"),
         ({"x": np.zeros((0, 2)), "y": np.zeros(0, int)}, "shape"),
         ({"x": np.zeros((4, 2), complex)}, "complex"),

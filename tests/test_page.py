@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import io
 import json
 import os
 import shutil
@@ -12,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from pfedla.core.errors import PfedlaError
 from pfedla.report.figures import draw_run
 from pfedla.report.page import Watcher, collect_page_data, order_by_labels, order_by_weights, render_page, write_page
-from pfedla.report.reading import read_alpha, read_rounds
+from pfedla.report.reading import read_alpha, read_result, read_rounds
+from pfedla.report.tables import metrics_table, result_table
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NAMES = ["</script><script>alert(1)</script>", "=1+1", "Ärzte & Söhne"]
@@ -59,10 +62,10 @@ def test_the_page_holds_the_numbers_of_the_run(runs: list[Path]) -> None:
     found = collect_page_data(runs)["runs"]
     result, lines = json.loads((runs[0] / "result.json").read_text()), read_rounds(runs[0])
     assert [run["name"] for run in found] == ["heurpfedla", "local"]
-    assert found[0]["final"]["mean"] == result["accuracy"]["mean"]
+    assert found[0]["final"]["mean"] == result["score"]["mean"]
     assert found[0]["final"]["down"] == result["traffic"]["down_bytes"] / 2**20
-    assert [point["mean"] for point in found[0]["curve"]] == [line["accuracy"]["mean"] for line in lines]
-    assert [client["accuracy"] for client in found[0]["clients"]] == result["accuracy"]["per_client"]
+    assert [point["mean"] for point in found[0]["curve"]] == [line["score"]["mean"] for line in lines]
+    assert [client["score"] for client in found[0]["clients"]] == result["score"]["per_client"]
     assert found[0]["alpha"]["rounds"] == list(range(9))
     assert found[1]["alpha"] is None
     alpha, _, rounds = read_alpha(runs[0]) or pytest.fail("no alpha")
@@ -93,7 +96,7 @@ def test_a_run_that_goes_on_has_a_page(runs: list[Path], tmp_path: Path) -> None
 
 def test_unseen_clients_have_numbers_of_their_own(runs: list[Path], tmp_path: Path) -> None:
     run = copied(runs[0], tmp_path / "unseen")
-    means = {"accuracy_before": 0.25, "accuracy": 0.75, "accuracy_alone": 0.5, "accuracy_after_training": 0.0}
+    means = {"score_before": 0.25, "score": 0.75, "score_alone": 0.5, "score_after_training": 0.0}
     spreads = {key: dict.fromkeys(("mean", "std", "p10", "worst"), value) for key, value in means.items()}
     change(run / "result.json", {"unseen": {"clients": ["6", "7"], "rounds": 10, **spreads}})
     assert collect_page_data([run])["runs"][0]["unseen"] == {"clients": 2, "before": 0.25, "joined": 0.75, "alone": 0.5}
@@ -110,9 +113,9 @@ def test_federations_that_are_not_known_are_like_no_other(runs: list[Path], tmp_
 def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
     run = copied(runs[0], tmp_path / "attacked")
     result = json.loads((run / "result.json").read_text())
-    honest = {key: {**result[key], "mean": 0.125} for key in ("accuracy", "accuracy_after_training")}
+    honest = {key: {**result[key], "mean": 0.125} for key in ("score", "score_after_training")}
     change(run / "result.json", {"attackers": [1], "honest": honest})
-    lines = [{**line, "honest": {"accuracy": {**line["accuracy"], "mean": 0.25}}} for line in read_rounds(run)]
+    lines = [{**line, "honest": {"score": {**line["score"], "mean": 0.25}}} for line in read_rounds(run)]
     (run / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = collect_page_data([run])["runs"]
     assert [client["attacks"] for client in found["clients"]] == [False, True, False, False, False, False]
@@ -125,6 +128,31 @@ def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
     assert "attack" in found["warnings"][0]
 
 
+def test_a_regression_is_shown_with_its_metric_and_what_is_undefined(runs: list[Path], tmp_path: Path) -> None:
+    run = copied(runs[0], tmp_path / "regression")
+    task = {"name": "regression", "metric": "rmse", "higher_is_better": False, "percent": False}
+    errors = {"mean": 140.0, "std": 10.0, "p10": 150.0, "worst": 160.0, "per_client": [None, *[140.0] * 5]}
+    change(run / "federation.json", {"task": task, "clients": ["north", *"bcdef"]})
+    numbers = {"score": errors, "metrics": {"rmse": errors, "r2": errors | {"mean": None}}}
+    change(run / "result.json", numbers | {"task": task, "baseline": {"name": "mean", "score": errors}})
+    (found,) = collect_page_data([run])["runs"]
+    assert (found["metric"]["label"], found["metric"]["sign"]) == ("RMSE (lower is better)", -1)
+    assert found["metric"]["percentile"] == "90th percentile"
+    assert (found["baseline"]["name"], found["baseline"]["mean"]) == ("mean", 140.0)
+    assert [(one["name"], one["sign"], one["mean"]) for one in found["metrics"]] == [
+        ("rmse", -1, 140.0),
+        ("r2", 1, None),
+    ]
+    assert (found["clients"][0]["name"], found["clients"][0]["score"]) == ("north", None)
+    assert all(path.stat().st_size for path in draw_run(run))
+    console = Console(record=True, width=120, quiet=False, file=io.StringIO())
+    result = read_result(run / "result.json")
+    console.print(result_table(result), *metrics_table(result))
+    text = console.export_text()
+    assert all(words in text for words in ("test RMSE", "160", "baseline: mean", "lower is better", "5 of 6", "–"))
+    assert "%" not in text
+
+
 @pytest.mark.parametrize(
     ("file", "content", "key"),
     [
@@ -133,7 +161,7 @@ def test_who_attacks_is_told_apart(runs: list[Path], tmp_path: Path) -> None:
         ("experiment.toml", None, "not a run folder"),
         ("alpha.safetensors", "", "alpha.safetensors"),
         ("rounds.jsonl", '{"round": 1}\n', "rounds.jsonl"),
-        ("result.json", '{"format": 3}', "format"),
+        ("result.json", '{"format": 4}', "format"),
     ],
 )
 def test_what_is_missing_or_damaged_is_named(
@@ -185,8 +213,8 @@ def large(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     counts = generator.integers(0, 60, (100, 10)).tolist()
     names = [str(client) for client in range(100)]
     change(run / "federation.json", {"clients": names, "train": counts, "test": counts})
-    accuracy = {**dict.fromkeys(("mean", "std", "p10", "worst"), 0.5), "per_client": [0.5] * 100}
-    change(run / "result.json", {"clients": 100, "accuracy": accuracy, "accuracy_after_training": accuracy})
+    score = {**dict.fromkeys(("mean", "std", "p10", "worst"), 0.5), "per_client": [0.5] * 100}
+    change(run / "result.json", {"clients": 100, "score": score, "score_after_training": score})
     return run
 
 
@@ -325,7 +353,7 @@ def test_the_page_loads_offline_without_an_error(browser: Any, runs: list[Path],
             page = seen.page
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
             shown = page.locator("section").evaluate_all("all => all.map((one) => one.id)")
-            assert " ".join(shown) == "summary curves clients alpha self federation traffic time faults setting"
+            assert " ".join(shown) == "summary curves clients metrics alpha self federation traffic time faults setting"
             page.click("#theme")
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
             assert seen.problems == []
@@ -390,7 +418,7 @@ def test_the_numbers_can_be_taken_away(browser: Any, runs: list[Path], tmp_path:
         lines = read_rounds(run)
         rows = taken("rounds.csv")
         assert len(rows) == 1 + len(lines)
-        assert rows[-1].split(",")[2] == str(lines[-1]["accuracy"]["mean"])
+        assert rows[-1].split(",")[2] == str(lines[-1]["score"]["mean"])
         clients = taken("clients.csv")
         assert clients[2].split(",")[1] == "'=1+1"  # not a formula
         assert len(taken("alpha.csv")) == 1 + 6 * 4 * 6

@@ -92,9 +92,9 @@ def test_the_papers_method_and_its_floor_learn_on_fashion_mnist(pfedla, real, tm
     assert code == 0, err
     results = {name: one[0] for name, one in json.loads((tmp_path / "c" / "comparison.json").read_text()).items()}
     assert results.keys() == {"local", "fedavg", "pfedla", "heurpfedla"}
-    accuracies = {name: result["accuracy"]["mean"] for name, result in results.items()}
+    accuracies = {name: result["score"]["mean"] for name, result in results.items()}
     assert min(accuracies.values()) > 0.3  # four classes a client: a quarter is chance
-    assert len({tuple(result["accuracy"]["per_client"]) for result in results.values()}) == 4
+    assert len({tuple(result["score"]["per_client"]) for result in results.values()}) == 4
     for name in results:
         lines = [json.loads(line) for line in (tmp_path / "c" / f"{name}-s0" / "rounds.jsonl").read_text().splitlines()]
         assert lines[-1]["loss"] < lines[0]["loss"]

@@ -11,8 +11,9 @@ import pytest
 
 from pfedla import algorithms
 from pfedla.core.errors import GaveUpError, PfedlaError
+from pfedla.core.objectives import OBJECTIVES
 from pfedla.report.figures import draw_comparison
-from pfedla.report.reading import read_result
+from pfedla.report.reading import Metric, read_result
 from pfedla.report.tables import Row, compare, comparison_markdown, rank, tabulate_comparison
 from pfedla.reproduction import campaign, paper_results
 from pfedla.reproduction.campaign import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
@@ -74,16 +75,16 @@ def test_cells_of_format_1_are_recognised(format1: Path, name: str, count: int) 
     shutil.rmtree(format1 / ({"table1", "table3"} - {name}).pop())  # no other table can help
     summary = campaign.write_summary(NOWHERE, name, load_grid(name), Wanted(clients=[10]), format1 / name)
     assert (len(before), len(summary["cells"]), summary["other_cells"]) == (count, count, [])
-    assert (summary["format"], campaign.FORMAT) == (2, 2)
-    numbers = [sorted(json.dumps(cell.get("accuracy")) for cell in some) for some in (before, summary["cells"])]
-    assert numbers[0] == numbers[1]
+    assert (summary["format"], campaign.FORMAT) == (3, 3)
+    old, new = ([cell.get(key) for cell in some] for key, some in (("accuracy", before), ("score", summary["cells"])))
+    assert sorted(map(json.dumps, old)) == sorted(map(json.dumps, new))
     names = {"pFedLA": "pFedLA held-out", "HeurpFedLA": "HeurpFedLA held-out", "pFedLA (paper's rule)": "pFedLA"}
     rows = {(cell["column"], cell["row"], cell["seed"]): cell for cell in summary["cells"]}
     for cell in before if name == "table1" else []:
-        new = rows[cell["column"], names.get(cell["row"], cell["row"]), cell["seed"]]
-        assert new.get("accuracy") == cell.get("accuracy")
-        if "held-out" in new["row"]:
-            assert new["experiment"]["algorithm"]["name"] == "pfedla-heldout"
+        now = rows[cell["column"], names.get(cell["row"], cell["row"]), cell["seed"]]
+        assert now.get("score") == cell.get("accuracy")
+        if "held-out" in now["row"]:
+            assert now["experiment"]["algorithm"]["name"] == "pfedla-heldout"
 
 
 def test_a_new_option_with_a_default_changes_nothing(format1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,8 @@ def test_paired_differences() -> None:
     difference = compare({0: 51.0, 1: 62.0, 2: 73.0, 9: 0.0}, theirs)
     assert difference == (2.0, pytest.approx(1 / 3**0.5), 3)
     assert not difference.is_supported  # t = 3.46 with two degrees of freedom: p = 0.07
-    assert str(difference) == "+2.00 ± 0.58 (3)"
+    assert difference.show(Metric()) == "+2.00 ± 0.58 (3)"
+    assert difference.show(Metric.named("rmse")) == "+2.000 ± 0.577 (3)"
     for ours, is_supported in (({0: 52.0, 1: 62.1, 2: 71.9}, True), ({0: 52.0, 1: 62.1}, False), (theirs, False)):
         found = compare(ours, theirs)
         assert found is not None
@@ -138,7 +140,7 @@ def test_paired_differences() -> None:
 
 def test_the_first_is_supported_against_every_other_row_or_not_at_all() -> None:
     def row(name: str, *means: float) -> Row:
-        return Row(name, [{"seed": seed, "accuracy": {"mean": mean}} for seed, mean in enumerate(means)])
+        return Row(name, [{"seed": seed, "score": {"mean": mean}} for seed, mean in enumerate(means)])
 
     low, high = row("low", 0.5, 0.6, 0.7), row("high", 0.52, 0.621, 0.719)
     assert rank([low, high])[:2] == ("high", "high")
@@ -146,6 +148,45 @@ def test_the_first_is_supported_against_every_other_row_or_not_at_all() -> None:
     assert rank([low, high, row("one", 0.99)]).first == "high"  # of those with the most seeds
     assert rank([low])[:2] == ("low", None)
     assert rank([]) == (None, None, {})
+
+
+def errors_of(name: str, *means: float | None) -> Row:
+    """Return a method with these root mean squared errors, a seed each."""
+    task = {"name": "regression", "metric": "rmse", "higher_is_better": False, "percent": False}
+    common = {"task": task, "traffic": {"down_bytes": 0, "up_bytes": 0}, "seconds": {"total": 1.0}}
+    common |= {"overlapping": False, "leaked_test_share": 0.0}
+    common["baseline"] = {"name": "mean", "score": {"mean": 2.0, "worst": 3.0}}
+    found = [{"mean": mean, "worst": None if mean is None else 2 * mean} for mean in means]
+    return Row(name, [{"seed": n, "score": one, "score_after_training": one} | common for n, one in enumerate(found)])
+
+
+def test_the_lowest_error_is_the_best() -> None:
+    rows = [errors_of("far", 1.5, 1.6, 1.7), errors_of("near", 1.4, 1.499, 1.601)]
+    assert rank(rows)[:2] == ("near", "near")
+    (head, far, near, constant), notes = tabulate_comparison(rows)
+    assert head[:4] == ["algorithm", "RMSE (lower is better)", "after training", "worst"]
+    assert (far[1], near[1]) == ("1.600 ± 0.100", "**1.500 ± 0.101**")
+    assert constant[:4] == ["mean", "2.000 ± 0.000", "–", "3.000 ± 0.000"]
+    assert any(note.startswith("far − near: +0.100 ± ") for note in notes)
+
+
+def test_an_undefined_score_is_a_dash_and_has_no_rank() -> None:
+    rows = [errors_of("undefined", None), errors_of("known", 1234.5)]
+    assert rank(rows).first == "known"
+    lines = {line[0]: line for line in tabulate_comparison(rows)[0]}
+    assert (lines["undefined"][1], lines["known"][1]) == ("–", "1234")
+
+
+def test_metrics_are_shown_as_objectives_describe_them() -> None:
+    known = {metric for objective in OBJECTIVES.values() for metric in objective.metrics}
+    for metric in known:
+        assert Metric.named(metric.name) == (metric.name, metric.higher_is_better, metric.percent)
+        assert Metric.named(metric.name).label != metric.name or metric.name == "accuracy"
+    for objective in OBJECTIVES.values():
+        assert Metric.of({"task": objective.describe()}) == Metric.named(objective.headline)
+    assert Metric.of({}) == Metric.named("accuracy")
+    assert [Metric.named("auroc").show(value) for value in (0.5, None)] == ["0.500", "–"]
+    assert Metric.named("accuracy").show(0.9125) == "91.2 %"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +198,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
         for seed, gain in enumerate(gains):
             folder = Path(shutil.copytree(FIXTURES / "fedavg", tmp_path_factory.mktemp(name) / "run"))
             result = read_result(folder / "result.json") | {"seed": seed, "algorithm": name}
-            result["accuracy"] = result["accuracy"] | {"mean": 0.5 + seed / 10 + gain}
+            result["score"] = result["score"] | {"mean": 0.5 + seed / 10 + gain}
             row.results.append(result)
             row.folders.append(folder)
         made.append(row)
@@ -199,7 +240,7 @@ def summary_of(accuracies: dict[tuple[str, str, int], float | None], **more: Any
         else:
             data = {"dataset": "digits", "samples_per_client": 100}
             cell |= {
-                "accuracy": {"mean": mean, "per_client": [mean, mean]},
+                "score": {"mean": mean, "per_client": [mean, mean]},
                 "traffic": {"down_bytes": 2**20, "up_bytes": 2**21},
                 "experiment": {"training": {"local_epochs": 1}, "participation": 1.0, "data": data},
                 "rounds": 2,
@@ -299,7 +340,7 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert json.loads((out / "results.json").read_text()) == summary
     _, mixed, refused, retained = summary["cells"]
     result = read_result(runs / cells[1].folder / "result.json")
-    assert (mixed["accuracy"], mixed["traffic"]) == (result["accuracy"], result["traffic"])
+    assert (mixed["score"], mixed["traffic"]) == (result["score"], result["traffic"])
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
     assert (paper_results.average_saved_mib(Row("retained", [retained])) or 0) > 0
@@ -325,13 +366,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What is committed
 
-COMMITTED = sorted(path.parent.name for path in (ROOT / "results").glob("*/results.json"))
+COMMITTED = [name for name in campaign.list_names() if (ROOT / "results" / name / "results.json").exists()]
 
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_committed_tables_are_made_of_the_committed_numbers(name: str, tmp_path: Path) -> None:
     folder = ROOT / "results" / name
-    summary = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    summary = campaign.read_summary(folder / "results.json")
     for path in paper_results.write_tables(summary, load_paper(name), tmp_path):
         assert path.read_text(encoding="utf-8") == (folder / path.name).read_text(encoding="utf-8")
     stored = campaign.read_cells(folder / "results.json")

@@ -47,6 +47,6 @@ def test_five_hundred_rounds_with_absent_and_bad_clients(tmp_path: Path) -> None
     assert reasons.count("not finite") / (drawn - reasons.count("no answer")) == pytest.approx(0.05, abs=0.02)
     assert set(reasons) == {"no answer", "not finite"}
     assert seen["result"]["refused_uploads"] == reasons.count("not finite")
-    assert seen["result"]["accuracy"]["mean"] > 0.8  # it learns all the same: guessing is 0.1
+    assert seen["result"]["score"]["mean"] > 0.8  # it learns all the same: guessing is 0.1
     settled = seen["memory"][SETTLED - 1]
     assert max(seen["memory"][SETTLED:]) / settled - 1 < 0.05

@@ -13,6 +13,7 @@ from pfedla.core.contracts import Cohort
 from pfedla.core.errors import PfedlaError
 from pfedla.core.layers import Layers, mix
 from pfedla.core.models import PaperCNN, SmallCNN
+from pfedla.core.objectives import CLASSIFICATION
 from pfedla.core.tasks import CompiledTask, DirectTask, copy_module, task_of
 from pfedla.data.federation import Examples, Federation
 
@@ -87,7 +88,7 @@ def test_direct_gradients_are_the_functional_ones(kind: str, some: bool) -> None
     build, shape = MODULES[kind]
     task = task_of(build())
     x, y = batch(kind, 6, shape)
-    direct = DirectTask(task.module, x[0])
+    direct = DirectTask(task.module, task.objective, x[:2])
     initial = task.initial()
     before = {name: value.clone() for name, value in initial.items()}
     parameters, statistics = task.layers.parameters(initial), task.layers.only_statistics(initial)
@@ -147,7 +148,8 @@ def test_a_compiled_step_is_the_plain_one(kind: str) -> None:
     if kind == "pools":
         x[0] = 1.0  # of equal numbers, the first gets the gradient
     module = build()
-    compiled, plain = CompiledTask(module, x[0], budget(0.1, 1, 8)), task_of(module)
+    plain = task_of(module)
+    compiled = CompiledTask(module, plain.objective, x[:2], y[:2], budget(0.1, 1, 8))
     initial = plain.initial()
     parameters, statistics = plain.layers.parameters(initial), plain.layers.only_statistics(initial)
     wanted = plain.step(parameters, statistics, x, y, 0.1)
@@ -170,7 +172,7 @@ def test_a_model_that_cannot_be_compiled_is_refused() -> None:
             return super().forward(x if x.sum().item() > 0 else -x)
 
     with pytest.raises(PfedlaError, match="compile"):
-        CompiledTask(Branches(5, 3), torch.ones(5), budget(0.1, 1, 8))
+        CompiledTask(Branches(5, 3), CLASSIFICATION, torch.ones(2, 5), torch.zeros(2).long(), budget(0.1, 1, 8))
 
 
 @pytest.mark.parametrize("engine", ["threaded", "vectorized"])

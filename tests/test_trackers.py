@@ -81,9 +81,17 @@ def python(*words: str, without: str = "WANDB_SERVICE", **more: str) -> subproce
 def expected_points(run: Path) -> Points:
     found: Points = {}
     for line in read_rounds(run):
-        for name, value in select_metrics(line).items():
+        for name, value in select_metrics(line, "accuracy").items():
             found.setdefault(name, {})[line["round"]] = value
     return found
+
+
+def test_the_headline_has_its_own_name() -> None:
+    spread = {"mean": 1.5, "worst": None, "per_client": [1.5]}
+    line = {"score": spread, "score_after_training": 2.0, "honest": {"score": spread}, "metrics": {"mae": spread}}
+    line |= {"round": 1, "task": {"percent": False}, "unseen": {"score_before": spread, "clients": ["a"], "rounds": 3}}
+    expected = {"rmse/mean": 1.5, "rmse_after_training": 2.0, "honest/rmse/mean": 1.5, "metrics/mae/mean": 1.5}
+    assert select_metrics(line, "rmse") == expected | {"unseen/rmse_before/mean": 1.5, "unseen/rounds": 3}
 
 
 def by_step(name: str, pairs: list[tuple[int, float]]) -> dict[int, float]:
@@ -137,9 +145,9 @@ def test_every_tracker_holds_what_the_folder_holds(pfedla: Callable[..., Any], t
     assert {tuple(values) for values in expected.values()} == {(2, 3)}
     assert {"accuracy/mean", "honest/accuracy/worst", "loss", "seconds/train", "down_bytes"} <= expected.keys()
     config = flatten(read_experiment(run))
-    metrics = select_metrics(json.loads((run / "result.json").read_text()))
+    metrics = select_metrics(json.loads((run / "result.json").read_text()), "accuracy")
     result = {f"result/{name}": value for name, value in metrics.items()}
-    assert {"result/accuracy/mean", "result/traffic/up_bytes"} <= result.keys()
+    assert {"result/accuracy/mean", "result/metrics/auroc/mean", "result/traffic/up_bytes"} <= result.keys()
     assert read_tensorboard(run) == (as_float32(expected), config)
     found, stored = read_mlflow(tmp_path / "mlflow.db")["r"]
     assert of_rounds(stored) == expected
