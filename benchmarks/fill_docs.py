@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.report.tables import compare, markdown_table, rank
-from pfedla.reproduction.campaign import collect_rows
+from pfedla.reproduction.campaign import collect_rows, read_summary
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -39,7 +39,7 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 def read_results(name: str) -> dict[str, Any]:
-    return read_json(ROOT / "results" / name / "results.json")
+    return read_summary(ROOT / "results" / name / "results.json")
 
 
 def show_seeds(values: dict[int, float]) -> str:
@@ -63,7 +63,7 @@ def readme_table() -> str:
     lines = [["", *README_COLUMNS], *([row] for row in README_ROWS)]
     differences = [[f"*pFedLA held-out − {other}*"] for other in ("Local", "FedRep")]
     for table, column in README_COLUMNS.values():
-        values = {name: row.accuracies for name, row in collect_rows(read_results(table))[column].items()}
+        values = {name: row.scores for name, row in collect_rows(read_results(table))[column].items()}
         for line in lines[1:]:
             line.append(show_seeds(values[line[0]]))
         for line, other in zip(differences, ("Local", "FedRep"), strict=True):
@@ -76,11 +76,11 @@ def choosing_table() -> str:
     header, lines = [""], dict[str, list[str]]()
     for table, split in SPLITS.items():
         summary = read_results(table)
-        cells = {(one["column"], one["row"]): one for one in summary["cells"] if one["seed"] == 0 and "accuracy" in one}
+        cells = {(one["column"], one["row"]): one for one in summary["cells"] if one["seed"] == 0 and "score" in one}
         for column in dict.fromkeys(column for column, _ in cells):
             header.append(f"{column.removesuffix(', 10 clients')}, {split}")
             for row in summary["rows"]:
-                found = cells.get((column, row), {}).get("accuracy")
+                found = cells.get((column, row), {}).get("score")
                 shown = f"{100 * found['mean']:.1f} ({100 * found['worst']:.1f})" if found else "–"
                 lines.setdefault(row, []).append(shown)
     return markdown_table([header, *([row, *line] for row, line in lines.items() if set(line) != {"–"})])
@@ -91,7 +91,7 @@ def standing_table() -> str:
     lines = [["", "first", *OURS]]
     for table, split in SPLITS.items():
         for column, rows in collect_rows(read_results(table)).items():
-            values = {name: row.accuracies for name, row in rows.items()}
+            values = {name: row.scores for name, row in rows.items()}
             first = rank(rows.values()).first
             if first is None:
                 continue

@@ -49,11 +49,11 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, list[float | None]] = {}
     for number in range(len(unseen)):
         one = unseen.only([number])
-        accuracy = join(learned.algorithm, learned.state, one, learned.experiment, rounds).accuracy
+        accuracy = join(learned.algorithm, learned.state, one, learned.experiment, rounds).score
         row = {f"pfedla-heldout {key}": value for key, value in accuracy.items() if key != "alone"}
         row["local"] = accuracy["alone"]
         for name, method in methods.items():
-            row[name] = join(method, averaged.state, one, averaged.experiment, 1).accuracy["after"]
+            row[name] = join(method, averaged.state, one, averaged.experiment, 1).score["after"]
         for key, value in row.items():
             found.setdefault(key, []).append(value)
     took_part = {
