@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedla.report.tables import compare, markdown_table, rank
-from pfedla.reproduction.campaign import collect_rows, read_summary
+from pfedla.reproduction.summaries import collect_rows, read_summary
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -15,8 +15,9 @@ from pfedla.core.objectives import OBJECTIVES
 from pfedla.report.figures import draw_comparison
 from pfedla.report.reading import Metric, read_result
 from pfedla.report.tables import Row, compare, comparison_markdown, rank, tabulate_comparison
-from pfedla.reproduction import campaign, paper_results
-from pfedla.reproduction.campaign import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
+from pfedla.reproduction import campaign, paper_results, summaries
+from pfedla.reproduction.campaign import Table
+from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
 from pfedla.reproduction.paper_results import Weights, account, average_by_distance, collect_weights, write_figures
 from pfedla.runs.progress import Display
 
@@ -73,9 +74,9 @@ def format1(tmp_path: Path) -> Path:
 def test_cells_of_format_1_are_recognised(format1: Path, name: str, count: int) -> None:
     before = json.loads((format1 / name / "results.json").read_text())["cells"]
     shutil.rmtree(format1 / ({"table1", "table3"} - {name}).pop())  # no other table can help
-    summary = campaign.write_summary(NOWHERE, name, load_grid(name), Wanted(clients=[10]), format1 / name)
+    summary = summaries.write_summary(NOWHERE, name, load_grid(name), Wanted(clients=[10]), format1 / name)
     assert (len(before), len(summary["cells"]), summary["other_cells"]) == (count, count, [])
-    assert (summary["format"], campaign.FORMAT) == (3, 3)
+    assert (summary["format"], summaries.FORMAT) == (3, 3)
     old, new = ([cell.get(key) for cell in some] for key, some in (("accuracy", before), ("score", summary["cells"])))
     assert sorted(map(json.dumps, old)) == sorted(map(json.dumps, new))
     names = {"pFedLA": "pFedLA held-out", "HeurpFedLA": "HeurpFedLA held-out", "pFedLA (paper's rule)": "pFedLA"}
@@ -92,7 +93,7 @@ def test_a_new_option_with_a_default_changes_nothing(format1: Path, monkeypatch:
     folders = [cell.folder for cell in list_cells(grid, wanted)]
     known = algorithms.resolve_options
     monkeypatch.setattr(algorithms, "resolve_options", lambda *words: {**known(*words), "imaginary": 1.5})
-    summary = campaign.write_summary(NOWHERE, "table1", grid, wanted, format1 / "table1")
+    summary = summaries.write_summary(NOWHERE, "table1", grid, wanted, format1 / "table1")
     assert (len(summary["cells"]), summary["other_cells"]) == (58, [])
     assert [cell.folder for cell in list_cells(grid, wanted)] == folders
 
@@ -100,24 +101,24 @@ def test_a_new_option_with_a_default_changes_nothing(format1: Path, monkeypatch:
 def test_no_cell_is_lost_when_the_grid_asks_for_less(format1: Path) -> None:
     grid, folder = load_grid("table1"), format1 / "table1"
     fewer = grid.model_copy(update={"rows": [row for row in grid.rows if row.name != "Local"]})
-    summary = campaign.write_summary(NOWHERE, "table1", fewer, Wanted(), folder)
+    summary = summaries.write_summary(NOWHERE, "table1", fewer, Wanted(), folder)
     lost = {cell["row"] for cell in summary["other_cells"]}
     assert lost == {"Local"}
     assert len(summary["cells"]) + len(summary["other_cells"]) >= 58
     assert "Local" not in paper_results.to_markdown(summary, {})
-    assert campaign.write_summary(NOWHERE, "table1", grid, Wanted(rounds=1), folder)["cells"] == []
-    again = campaign.write_summary(NOWHERE, "table1", grid, Wanted(clients=[10]), folder)
+    assert summaries.write_summary(NOWHERE, "table1", grid, Wanted(rounds=1), folder)["cells"] == []
+    again = summaries.write_summary(NOWHERE, "table1", grid, Wanted(clients=[10]), folder)
     assert (len(again["cells"]), again["other_cells"]) == (58, [])
 
 
 def test_another_setting_is_another_cell(format1: Path) -> None:
-    stored = campaign.read_cells(format1 / "table1" / "results.json")
+    stored = summaries.read_cells(format1 / "table1" / "results.json")
     (cell,) = list_cells(load_grid("table1"), Wanted(datasets=["emnist"], methods=["fedrep"], clients=[10]))
-    assert campaign.match(cell, stored) is not None
+    assert summaries.match(cell, stored) is not None
     values = cell.experiment.model_dump()
     for section, key, value in (("training", "lr", 0.5), ("algorithm", "head_epochs", 3), ("faults", "dropout", 0.1)):
         other = cell.experiment.parse({**values, section: {**values[section], key: value}})
-        assert campaign.match(Cell(cell.row, cell.column, other), stored) is None
+        assert summaries.match(Cell(cell.row, cell.column, other), stored) is None
 
 
 # Paired comparisons
@@ -327,16 +328,21 @@ class Counting(Display):
         self.begun.append(name)
 
 
+def go_on() -> bool:
+    return False
+
+
 @pytest.mark.slow
 def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     runs, out, cells = tmp_path / "runs", tmp_path / "out" / "table1", list_cells(SMALL)
     display, again = Counting(), Counting()
-    campaign.run_missing(runs, cells[:2], display)
+    small = Table("small", SMALL, Wanted(), out)
+    campaign.run_queue([(small, cell) for cell in cells[:2]], runs, display, go_on, jobs=1)
     assert display.begun == ["Local, digits", "pFedLA, digits"]
-    campaign.run_missing(runs, cells, again)
+    campaign.run_queue([(small, cell) for cell in cells], runs, again, go_on, jobs=1)
     assert again.begun == ["FedBN, digits", "retained, digits"]
-    campaign.write_summary(runs, "small", SMALL, Wanted(methods=["pfedla"]), out)
-    summary = campaign.write_summary(runs, "small", SMALL, Wanted(), out)
+    summaries.write_summary(runs, "small", SMALL, Wanted(methods=["pfedla"]), out)
+    summary = summaries.write_summary(runs, "small", SMALL, Wanted(), out)
     assert json.loads((out / "results.json").read_text()) == summary
     _, mixed, refused, retained = summary["cells"]
     result = read_result(runs / cells[1].folder / "result.json")
@@ -349,14 +355,15 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in paths)
     # Another table beside it takes the numbers that stand there.
     none, beside = Counting(), tmp_path / "out" / "table2"
-    campaign.run_missing(NOWHERE, cells, none, stored=campaign.find_stored(beside, SMALL))
+    other = Table("other", SMALL, Wanted(), beside)
+    campaign.run_queue([(other, cell) for cell in cells], tmp_path / "nothing", none, go_on, jobs=1)
     assert none.begun == []
-    copied = campaign.write_summary(NOWHERE, "other", SMALL, Wanted(), beside)
+    copied = summaries.write_summary(NOWHERE, "other", SMALL, Wanted(), beside)
     assert copied["cells"] == summary["cells"]
-    repeated = campaign.summarise_cell(runs / cells[1].folder, cells[1], SMALL)
-    assert campaign.list_differences(mixed, repeated) == []
+    repeated = summaries.summarise_cell(runs / cells[1].folder, cells[1], SMALL)
+    assert summaries.list_differences(mixed, repeated) == []
     repeated["curve"][0][1] += 1e-9
-    assert campaign.list_differences(mixed, repeated) == ["curve"]
+    assert summaries.list_differences(mixed, repeated) == ["curve"]
 
 
 @pytest.fixture(autouse=True)
@@ -366,16 +373,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What is committed
 
-COMMITTED = [name for name in campaign.list_names() if (ROOT / "results" / name / "results.json").exists()]
+COMMITTED = [name for name in list_names() if (ROOT / "results" / name / "results.json").exists()]
 
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_committed_tables_are_made_of_the_committed_numbers(name: str, tmp_path: Path) -> None:
     folder = ROOT / "results" / name
-    summary = campaign.read_summary(folder / "results.json")
+    summary = summaries.read_summary(folder / "results.json")
     for path in paper_results.write_tables(summary, load_paper(name), tmp_path):
         assert path.read_text(encoding="utf-8") == (folder / path.name).read_text(encoding="utf-8")
-    stored = campaign.read_cells(folder / "results.json")
+    stored = summaries.read_cells(folder / "results.json")
     known = list_cells(load_grid(name), Wanted(seeds=sorted({one.content["seed"] for one in stored})))
     assert all(any(one.is_of(cell) for cell in known) for one in stored)
 
@@ -401,7 +408,7 @@ def test_reproduce_lists_and_accounts(pfedla) -> None:
 
 @pytest.mark.slow
 def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pfedla.reproduction.campaign.home", lambda: tmp_path / "experiments")
+    monkeypatch.setattr("pfedla.reproduction.grid.home", lambda: tmp_path / "experiments")
     (tmp_path / "experiments" / "small").mkdir(parents=True)
     (tmp_path / "experiments" / "small" / "grid.toml").write_text(GRID)
     code, out, err = pfedla("reproduce", "small", "-a", "pfedla")
@@ -427,12 +434,13 @@ def test_every_grid_runs_for_two_rounds_on_small_data(name: str, tmp_path: Path)
         values = cell.experiment.model_dump(exclude={"data": {"samples_per_client", "classes_limit"}})
         values["data"] |= {"dataset": "digits", "overlapping": False}
         values["data"] |= {"clients": 10} if values["data"]["clients"] == 100 else {}
-        values |= {"model": "auto", "engine": {"compile": False}}
+        values |= {"model": "auto", "metric": "auto", "engine": {"compile": False}}
         values["training"] |= {"lr": 0.05, "local_epochs": 3}
         one = Cell(cell.row, cell.column, cell.experiment.parse(values))
         small[one.folder] = one
     display = Counting()
-    campaign.run_missing(tmp_path / "runs", list(small.values()), display)
+    table = Table(name, grid, Wanted(), tmp_path / "out" / name)
+    campaign.run_cells([(table, one) for one in small.values()], tmp_path / "runs", display, go_on)
     assert len(display.begun) == len(small)
     for one in small.values():
-        assert campaign.is_done(tmp_path / "runs", one)
+        assert summaries.is_done(tmp_path / "runs", one)

@@ -1,6 +1,7 @@
 """The commands that train: `pfedla run`, `compare` and `reproduce`."""
 
 import json
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from pfedla.cli.options import File, Output, Quiet, Sets, option, parse_ints, say, split_words, watching, with_settings
-from pfedla.core.errors import PfedlaError, Stopped
+from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, unknown
 from pfedla.runs.experiment import Experiment, gather, overlay
 from pfedla.runs.trackers import check_trackers
 
-RUNS = Path("runs/reproduce")
+RUNS, BUDGETS = Path("runs/reproduce"), ("grid", "paper")
 ALGORITHMS_HELP = "Names or package.module:Class, separated by commas (default: all)."
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
@@ -118,82 +119,128 @@ def _read_request(
 
 
 def reproduce(
-    name: Annotated[str | None, Argument(help="Which table or figure (default: list them).", metavar="NAME")] = None,
+    names: Annotated[
+        list[str] | None, Argument(help="Tables or figures (default: list them).", metavar="NAME…")
+    ] = None,
     dataset: Annotated[str, Option("--dataset", "-d", help="Only these data sets, separated by commas.")] = "",
     methods: Annotated[str, Option("--methods", "-a", help="Only these rows or algorithms, separated by commas.")] = "",
     clients: Annotated[str, Option(help="Only the columns with this number of clients: 10 or 100.")] = "",
     rounds: Annotated[int | None, Option(min=1, help="Rounds (default: as in grid.toml).")] = None,
     seeds: Annotated[str, Option(help="Seeds, separated by commas (default: as in grid.toml).")] = "",
-    paper_budget: Annotated[bool, Option("--paper-budget", help="The paper's budget: days on a CPU.")] = False,
+    budget: Annotated[
+        str, Option(help="grid: as in grid.toml; paper: the paper's rounds and epochs, days more.")
+    ] = "grid",
+    status: Annotated[bool, Option("--status", help="Show what is done, running and left; train nothing.")] = False,
     accounting_only: Annotated[bool, Option("--accounting-only", help="Compute the traffic; train nothing.")] = False,
-    check: Annotated[bool, Option("--check", help="Repeat one random cell of OUT that ran on this CPU model.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Repeat a random cell per table that ran on this CPU model.")
+    ] = False,
+    jobs: Annotated[int, Option(min=0, max=1024, help="Runs at once, each in a process (0: one per core).")] = 0,
     runs: Annotated[Path, Option(help="Folder of the runs; finished runs in it are not repeated.")] = RUNS,
-    out: Annotated[Path | None, Option(help="Folder for tables, figure and results.json (default: RUNS/NAME).")] = None,
+    out: Annotated[
+        Path | None, Option(help="Folder for OUT/NAME: tables, figure, results.json (default: RUNS).")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run what is missing of a table or figure of the paper, then write it beside the paper's numbers.
+    """Run what is missing of tables or figures of the paper, then write them beside the paper's numbers.
 
-    Example: pfedla reproduce table1 --dataset fashion-mnist --clients 10 --seeds 0,1,2
+    Example: pfedla reproduce table1 table2 --dataset fashion-mnist --clients 10
 
-    Ctrl-C stops it; the same command continues. Tables share runs: a run whose numbers are in OUT or in a
-    folder beside it is not repeated.
+    Runs are one queue, at low priority. Ctrl-C stops it, a kill costs what was run since the last checkpoint; the same
+    command continues. Tables share runs: what is in OUT is not repeated. OUT/NAME/results.json grows run by run.
     """
     from pfedla.report.tables import terminal_table
-    from pfedla.reproduction import campaign, paper_results
-    from pfedla.reproduction.campaign import Wanted, list_cells, list_names, load_grid, load_paper
+    from pfedla.reproduction import campaign
+    from pfedla.reproduction.grid import Wanted, list_cells, list_names, load_grid
 
-    if name is None:
+    if not names:
         grids = {one: load_grid(one) for one in list_names()}
         lines = [[one, grid.title, str(len(list_cells(grid)))] for one, grid in grids.items()]
         say(terminal_table([["name", "what", "runs"], *lines]))
         return
-    grid = load_grid(name)
     if accounting_only:
+        _account(names)
+        return
+    chosen: dict[str, Any] = {"datasets": split_words(dataset), "methods": split_words(methods), "rounds": rounds}
+    chosen |= {"clients": parse_ints("--clients", clients, "10"), "seeds": parse_ints("--seeds", seeds, "0,1,2")}
+    if budget not in BUDGETS:
+        raise unknown("--budget", budget, BUDGETS)
+    wanted = Wanted(**chosen, paper_budget=budget == "paper")
+    tables = campaign.plan_tables(names, wanted, out or runs)
+    queue, jobs = campaign.plan_queue(tables), jobs or os.cpu_count() or 1
+    if status:
+        lines = campaign.describe_status(queue, runs)
+        say(terminal_table(lines, notes=[f"hours on one core; {jobs} runs at once take a {jobs}th of them"]))
+        return
+    if check:
+        for table in tables:
+            _check(table, quiet)
+        return
+    _run_queue(tables, queue, runs, jobs, quiet)
+
+
+def _run_queue(tables: list[Any], queue: list[Any], runs: Path, jobs: int, quiet: bool) -> None:
+    from pfedla.reproduction.campaign import run_queue
+
+    stopped = None
+    try:
+        total = sum(cell.experiment.rounds for _, cell in queue)
+        with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
+            run_queue(queue, runs, display, signals.wanted, jobs)
+    except (Stopped, GaveUpError) as error:
+        stopped = error  # what is done is shown first
+    for table in tables:
+        _show_table(table, runs, quiet)
+    if stopped:
+        raise stopped
+
+
+def _account(names: list[str]) -> None:
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction import paper_results
+    from pfedla.reproduction.grid import load_grid, load_paper
+
+    for name in names:
+        grid = load_grid(name)
         if grid.form != "retained":
             raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
         say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
-        return
-    numbers = {"clients": parse_ints("--clients", clients, "10"), "seeds": parse_ints("--seeds", seeds, "0,1,2")}
-    chosen: dict[str, Any] = {"datasets": split_words(dataset), "methods": split_words(methods), **numbers}
-    wanted = Wanted(**chosen, rounds=rounds, paper_budget=paper_budget)
-    folder, cells = out or runs / name, list_cells(grid, wanted)
-    if check:
-        _check(grid, cells, folder / campaign.SUMMARY, quiet)
-        return
-    stopped = None
-    try:
-        total = sum(cell.experiment.rounds for cell in cells)
-        with watching(total, quiet=quiet, hint="the same command continues") as (display, signals):
-            campaign.run_missing(runs, cells, display, signals.wanted, campaign.find_stored(folder, grid))
-    except Stopped as error:
-        stopped = error  # what is done is shown first
-    summary, paper = campaign.write_summary(runs, name, grid, wanted, folder), load_paper(name)
+
+
+def _show_table(table: Any, runs: Path, quiet: bool) -> None:
+    """Write what is known of a table: results.json, tables, figure."""
+    from pfedla.report.tables import terminal_table
+    from pfedla.reproduction import paper_results
+    from pfedla.reproduction.grid import load_paper
+
+    summary, paper, folder = table.write_summary(runs), load_paper(table.name), table.folder
     paths = paper_results.write_tables(summary, paper, folder) + paper_results.write_figures(summary, paper, folder)
     if summary["cells"] and not quiet:
         notes = [paper_results.explain(summary), *paper_results.describe_columns(summary)]
         say(terminal_table(paper_results.tabulate(summary, paper), summary["title"], notes))
     if not quiet:
         say(*(f"  {path}" for path in paths))
-    if stopped:
-        raise stopped
 
 
-def _check(grid: Any, cells: list[Any], path: Path, quiet: bool) -> None:
+def _check(table: Any, quiet: bool) -> None:
     """Repeat one cell in a temporary folder, and compare it with results.json."""
-    from pfedla.reproduction import campaign
+    from pfedla.reproduction import campaign, summaries
+    from pfedla.reproduction.grid import list_cells
 
-    stored = [one for one in campaign.read_cells(path) if "score" in one.content]
-    found = [(cell, one.content) for cell in cells if (one := campaign.match(cell, stored))]
-    here = [(cell, content) for cell, content in found if campaign.ran_here(content)]
+    path = table.folder / summaries.SUMMARY
+    stored = [one for one in summaries.read_cells(path) if "score" in one.content]
+    cells = list_cells(table.grid, table.wanted)
+    found = [(cell, one.content) for cell in cells if (one := summaries.match(cell, stored))]
+    here = [(cell, content) for cell, content in found if summaries.ran_here(content)]
     if not here:
         made = sorted({f"torch {one['run_by']['torch']}, {one['run_by'].get('cpu_model')}" for _, one in found})
-        reason = f"on this torch and CPU model, but on: {'; '.join(made)}" if made else "(--out names its folder)"
+        reason = f"on this torch and CPU model, but on: {'; '.join(made)}" if made else "(--out names their folder)"
         raise PfedlaError(f"{path} has none of the cells that were asked for {reason}")
     cell, before = random.choice(here)
     with tempfile.TemporaryDirectory() as place, watching(cell.experiment.rounds, quiet=quiet) as (display, signals):
-        campaign.run_missing(Path(place), [cell], display, signals.wanted)
-        again = campaign.summarise_cell(Path(place) / cell.folder, cell, grid)
-    what = f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"
-    if differs := ", ".join(campaign.list_differences(before, again)):
+        campaign.run_cells([(table, cell)], Path(place), display, signals.wanted)
+        again = summaries.summarise_cell(Path(place) / cell.folder, cell, table.grid)
+    what = f"{table.name}: {cell.row}, {cell.column}, seed {cell.experiment.seed}"
+    if differs := ", ".join(summaries.list_differences(before, again)):
         raise PfedlaError(f"{what}: {differs} differ from {path}; was {before['run_by']}, is {again.get('run_by')}")
     say(f"{what}: every number is the same as in {path}")

@@ -23,6 +23,10 @@ class GaveUpError(PfedlaError):
     """No client has sent or evaluated anything usable for too long."""
 
 
+class InUseError(PfedlaError):
+    """Another process works in the same run folder."""
+
+
 class Stopped(Exception):  # noqa: N818 (nothing is wrong)
     """The run was asked to stop, and did."""
 

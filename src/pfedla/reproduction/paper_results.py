@@ -17,7 +17,8 @@ from pfedla.data.datasets import find
 from pfedla.report.figures import finish_curves, panels, save
 from pfedla.report.reading import MIB, Array, Metric, Values
 from pfedla.report.tables import Row, markdown_table, mean_and_std, rank, show_mean
-from pfedla.reproduction.campaign import Grid, Paper, Summary, collect_rows
+from pfedla.reproduction.grid import Grid, Paper
+from pfedla.reproduction.summaries import Summary, collect_rows
 
 TARGET, TWIN, SIMILAR = 0, 1, 2  # of the partition `twins`; all others share no class with the target
 ROUNDS = 75  # of the paper's table of MiB

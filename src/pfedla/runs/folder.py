@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from pfedla import __version__
 from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params, ServerState
-from pfedla.core.errors import PfedlaError
+from pfedla.core.errors import InUseError, PfedlaError
 from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
 from pfedla.core.objectives import CLASSIFICATION, Objective
 from pfedla.core.rounds import Traffic
@@ -65,10 +65,10 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise PfedlaError(f"{self.path} is in use by another process; wait, or choose another folder") from None
+            raise InUseError(f"{self.path} is in use by another process; wait, or choose another folder") from None
         if not self.reopened and any(self.path.glob("[!.]*")):
             self._lock.release()
-            raise PfedlaError(f"{self.path} was written to by another process; choose another folder with --out")
+            raise InUseError(f"{self.path} was written to by another process; choose another folder with --out")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -51,6 +51,12 @@ class Display:
         self.bar.update(self._task.id, completed=done, score=shown)
         return shown
 
+    def follow(self, description: str, done: float) -> None:
+        """Show how far other processes are; without a terminal, say it when the description changes."""
+        if self.bar.disable and description != self._task.description:
+            self.say(description)
+        self.bar.update(self._task.id, description=description, completed=done, score="")
+
     def on_round(self, round: Round) -> None:
         task, done = self._task, self._task.completed + 1
         self.bar.advance(task.id)
