@@ -170,7 +170,7 @@ def reproduce(
     queue, jobs = campaign.plan_queue(tables), jobs or os.cpu_count() or 1
     if status:
         lines = campaign.describe_status(queue, runs)
-        say(terminal_table(lines, notes=[f"hours on one core; {jobs} runs at once take a {jobs}th of them"]))
+        say(terminal_table(lines, notes=["hours on one core; divide them by the number of --jobs"]))
         return
     if check:
         for table in tables:
