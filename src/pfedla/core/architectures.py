@@ -66,6 +66,17 @@ class MLP(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))  # type: ignore[no-any-return]
 
 
+class LinearModel(nn.Module):
+    """One linear layer: logistic, linear or Cox regression; images are flattened."""
+
+    def __init__(self, shape: Shape, num_outputs: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(math.prod(shape), num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(1).to(self.fc.weight.dtype))  # type: ignore[no-any-return]
+
+
 class ResNet20(nn.Module):
     """ResNet-20 for small images (He et al. 2016): stages of 16, 32 and 64 channels, plain shortcuts."""
 

@@ -26,6 +26,7 @@ MODELS: dict[str, Factory] = {
     "cnn-bn": partial(PaperCNN, batch_norm=True),
     "small-cnn": SmallCNN,
     "mlp": MLP,
+    "linear": architectures.LinearModel,
     "resnet20": partial(architectures.ResNet20, group_norm=False),
     "resnet20-gn": partial(architectures.ResNet20, group_norm=True),
     "vit-tiny": architectures.VisionTransformer,
