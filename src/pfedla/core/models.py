@@ -41,7 +41,8 @@ class Inputs(NamedTuple):
 
 
 ANY, TEXT = Inputs("any"), Inputs("text")
-INPUTS = {"cnn": Inputs("images", 16), "cnn-bn": Inputs("images", 16), "small-cnn": Inputs("images", 4), "mlp": ANY}
+INPUTS = {"cnn": Inputs("images", 16), "cnn-bn": Inputs("images", 16), "small-cnn": Inputs("images", 4)}
+INPUTS |= dict.fromkeys(("mlp", "linear"), ANY)
 INPUTS |= dict.fromkeys(("resnet20", "resnet20-gn", "vit-tiny"), Inputs("images", 8))
 INPUTS |= dict.fromkeys(("transformer-text", "lstm-text"), TEXT)
 VARIANTS = {"cnn-bn": "with BatchNorm", "resnet20": "with BatchNorm", "resnet20-gn": "with GroupNorm"}
