@@ -1,4 +1,4 @@
-"""Statistics over seeds. The seed is the unit: the clients of a seed share data, draws and the other clients' models."""
+"""Statistics over seeds. The seed is the unit: the clients of a seed share data, draws and models."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -21,7 +21,7 @@ class Summary(NamedTuple):
 
     seeds: int
     mean: float
-    error: float | None  # standard error over seeds; None with one seed
+    se: float | None  # standard error over seeds; None with one seed
     worst: float
     p10: float  # a tenth of the clients are worse
     spread: float  # standard deviation
@@ -37,11 +37,11 @@ class Difference(NamedTuple):
     high: float | None
     p: float | None
     test: str  # by which p was found
-    corrected: float | None = None  # p after Holm's correction over the methods of the table
+    p_corrected: float | None = None  # p after Holm's correction over the methods of the table
 
     @property
     def is_significant(self) -> bool:
-        return self.corrected is not None and self.corrected < LEVEL
+        return self.p_corrected is not None and self.p_corrected < LEVEL
 
 
 class Analysis(NamedTuple):
@@ -87,8 +87,16 @@ def summarise(scores: Scores, sign: int, share: float | None = None) -> Summary:
     means = [float(values.mean()) for values in seeds]
     worst = [sign * (sign * values).min() for values in seeds]
     p10 = [sign * np.quantile(sign * values, 0.1) for values in seeds]
-    over_clients = (float(np.mean(part)) for part in (worst, p10, [values.std() for values in seeds]))
-    return Summary(len(means), float(np.mean(means)), standard_error(means), *over_clients, share)
+    spread = [values.std() for values in seeds]
+    return Summary(
+        len(means),
+        mean=float(np.mean(means)),
+        se=standard_error(means),
+        worst=float(np.mean(worst)),
+        p10=float(np.mean(p10)),
+        spread=float(np.mean(spread)),
+        share_better=share,
+    )
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -112,7 +120,7 @@ def compare_all(methods: Mapping[str, Scores], reference: str) -> dict[str, Diff
     found = {name: compare(ours, theirs) for name, ours in methods.items() if name != reference}
     known = {name: one for name, one in found.items() if one is not None}
     corrected = correct({name: one.p for name, one in known.items() if one.p is not None})
-    return {name: one._replace(corrected=corrected.get(name)) for name, one in known.items()}
+    return {name: one._replace(p_corrected=corrected.get(name)) for name, one in known.items()}
 
 
 def compare(ours: Scores, theirs: Scores) -> Difference | None:
@@ -130,7 +138,7 @@ def pair(ours: Scores, theirs: Scores) -> Array:
     for seed in sorted(ours.keys() & theirs.keys()):
         gaps = np.array(ours[seed], float) - np.array(theirs[seed], float)
         found += [np.nanmean(gaps)] if not np.isnan(gaps).all() else []
-    return np.round(found, 12)  # else equal differences are not ties
+    return np.array(found)
 
 
 def interval(differences: Array) -> tuple[float, float] | None:
@@ -149,7 +157,7 @@ def interval(differences: Array) -> tuple[float, float] | None:
 
 def find_p(differences: Array) -> tuple[float | None, str]:
     """Return the two-sided p-value of "no difference", and the test; None below three seeds."""
-    count = len(differences)
+    differences, count = np.round(differences, 12), len(differences)  # equal ones are ties
     if count < TESTED:
         return None, ""
     if count >= RANKED or np.ptp(differences) == 0:  # t has no scale where all differences are equal

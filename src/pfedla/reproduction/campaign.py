@@ -21,7 +21,7 @@ from pfedla.core.settings import AUTO, Section
 from pfedla.data import datasets
 from pfedla.report import reading
 from pfedla.report.reading import Values, flatten, read_alpha, read_result, read_rounds
-from pfedla.report.tables import Row
+from pfedla.report.rows import Row
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment, overlay, read_toml, upgrade
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, RunFolder, describe_environment
@@ -298,6 +298,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
     summary = {
         **cell.place,
         **{key: result[key] for key in ("task", "score", "traffic", "leaked_test_share", "refused_uploads")},
+        "metrics": {name: {"per_client": one["per_client"]} for name, one in result["metrics"].items()},
         "score_after_training": result["score_after_training"]["mean"],
         "subset": Path(result["subset"]).name,
         "curve": [[line["round"], line["score"]["mean"]] for line in lines],
@@ -307,6 +308,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         "experiment": experiment.model_dump(exclude={"rounds", "checkpoint", "faults", "uploads"}),
         "rounds": experiment.rounds,
     }
+    summary |= {"tuned_trials": result["tuned_trials"]} if result.get("tuned_trials") else {}
     return {**summary, "alpha": _thin_alpha(run)} if grid.shows_alpha else summary
 
 
