@@ -103,7 +103,7 @@ def test_the_interval_is_scipys_and_covers() -> None:
     assert interval(values[:3]) == (1.0, 4.0)  # no wider than the seeds
     assert interval(values[:2]) is None
     rng = np.random.default_rng(1)
-    ends = [interval(rng.normal(size=10)) or pytest.fail() for _ in range(200)]
+    ends = [interval(rng.normal(size=10)) or pytest.fail("no interval") for _ in range(200)]
     assert sum(low <= 0 <= high for low, high in ends) >= 0.92 * 200
 
 

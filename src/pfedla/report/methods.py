@@ -75,7 +75,7 @@ class MethodTable:
 
     def tabulate_differences(self) -> list[list[str]]:
         """Return the differences to the reference; only a header without several seeds or both baselines."""
-        share = [BETTER] * self._has_shares
+        share = [BETTER] * self.has_shares
         lines = [[f"against {self.analysis.reference}", *self._difference_heads(), *share, "seeds"]]
         for name, one in self.analysis.differences.items() if self.has_seeds or share else []:
             lines.append([name, *self._difference_cells(name), *self.share_cell(name), str(one.seeds)])
@@ -84,7 +84,7 @@ class MethodTable:
     def tabulate_statistics(self) -> list[list[str]]:
         """Return one table of scores and differences, without the costs."""
         first, *others = self._difference_heads()
-        lines = [["algorithm", self.metric.heading, *self._spread_heads(), *[BETTER] * self._has_shares]]
+        lines = [["algorithm", self.metric.heading, *self._spread_heads(), *[BETTER] * self.has_shares]]
         lines[0] += [f"{first} to {self.analysis.reference}", *others]
         for name, row in ((row.algorithm, row) for row in self.rows):
             cells = [*self.spread_cells(name), *self.share_cell(name), *self._difference_cells(name)]
@@ -102,7 +102,7 @@ class MethodTable:
         return f"**{shown}**" if row.algorithm in self.analysis.bold else shown
 
     @property
-    def _has_shares(self) -> bool:
+    def has_shares(self) -> bool:
         return any(one.share_better is not None for one in self.analysis.summaries.values())
 
     def _spread_heads(self) -> list[str]:
@@ -118,7 +118,7 @@ class MethodTable:
     def share_cell(self, name: str) -> list[str]:
         summary = self.analysis.summaries.get(name)
         share = summary.share_better if summary else None
-        return ["–" if share is None else f"{100 * share:.0f}"] * self._has_shares
+        return ["–" if share is None else f"{100 * share:.0f}"] * self.has_shares
 
     def _difference_heads(self) -> list[str]:
         return [f"difference{' in points' * self.metric.percent}", "95 % interval", "p (Holm)"]

@@ -30,10 +30,8 @@ PAIRED_NOTE = (
     "seeds that both have, with an interval over the seeds (number of seeds). p, from three seeds on: paired t-test, "
     "from six on Wilcoxon's signed-rank test, Holm-corrected over the rows. Bold: p below 5 %."
 )
-CLIENTS_NOTE = (
-    "Over the clients, mean of the seeds: worst / {percentile} / share of clients that are better off than with both "
-    "Local and FedAvg, where both were run."
-)
+CLIENTS_NOTE = "Over the clients, mean of the seeds: worst / {percentile}"
+SHARE_NOTE = " / share of clients that are better off than with both Local and FedAvg"
 
 
 def explain(summary: Summary) -> str:
@@ -173,7 +171,9 @@ def to_markdown(summary: Summary, paper: Paper) -> str:
         best = "highest" if metric_of(summary).higher_is_better else "lowest"
         parts += [markdown_table(differences), PAIRED_NOTE.format(best=best)]
     if clients := tabulate_clients(summary):
-        parts += [markdown_table(clients), CLIENTS_NOTE.format(percentile=metric_of(summary).percentile)]
+        note = CLIENTS_NOTE.format(percentile=metric_of(summary).percentile)
+        has_shares = any(table.has_shares for table in compare_rows(summary).values())
+        parts += [markdown_table(clients), f"{note}{SHARE_NOTE * has_shares}."]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in describe_columns(summary))]) + "\n"
 
 
