@@ -12,7 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pfedla.report.tables import compare, markdown_table, rank
+from pfedla.report.methods import MethodTable
+from pfedla.report.reading import Metric
+from pfedla.report.rows import Row, show_mean
+from pfedla.report.significance import analyse, compare
+from pfedla.report.tables import markdown_table
 from pfedla.reproduction.summaries import collect_rows, read_summary
 
 HERE = Path(__file__).parent
@@ -42,32 +46,30 @@ def read_results(name: str) -> dict[str, Any]:
     return read_summary(ROOT / "results" / name / "results.json")
 
 
-def show_seeds(values: dict[int, float]) -> str:
-    """Return mean ± standard deviation (number of seeds)."""
-    if not values:
-        return "–"
-    mean = f"{statistics.mean(values.values()):.1f}"
-    return f"{mean} ± {statistics.stdev(values.values()):.1f} ({len(values)})" if len(values) > 1 else f"{mean} (1)"
+def show_seeds(row: Row) -> str:
+    """Return mean ± standard error (number of seeds)."""
+    return f"{show_mean(row.scores.values(), row.metric)} ({len(row.scores)})" if row.scores else "–"
 
 
-def show_difference(ours: dict[int, float], theirs: dict[int, float]) -> str:
-    """Return the paired difference ± standard error (number of seeds)."""
-    found = compare(ours, theirs)
+def show_gap(ours: Row, theirs: Row, *, bold: bool = False) -> str:
+    """Return the paired difference, its interval and the number of seeds."""
+    found = compare(ours.headline_scores, theirs.headline_scores)
     if found is None:
-        return "–"
-    error = "" if found.error is None else f" ± {found.error:.1f}"
-    return f"{found.mean:+.1f}{error} ({found.seeds})".replace("-", "−")
+        return "not run"
+    ends = "" if found.low is None or found.high is None else f" [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    shown = f"{100 * found.mean:+.1f}{ends} ({found.seeds})".replace("-", "−")
+    return f"**{shown}**" if bold else shown
 
 
 def readme_table() -> str:
     lines = [["", *README_COLUMNS], *([row] for row in README_ROWS)]
     differences = [[f"*pFedLA held-out − {other}*"] for other in ("Local", "FedRep")]
     for table, column in README_COLUMNS.values():
-        values = {name: row.scores for name, row in collect_rows(read_results(table))[column].items()}
+        rows = collect_rows(read_results(table))[column]
         for line in lines[1:]:
-            line.append(show_seeds(values[line[0]]))
+            line.append(show_seeds(rows[line[0]]))
         for line, other in zip(differences, ("Local", "FedRep"), strict=True):
-            line.append(show_difference(values["pFedLA held-out"], values[other]))
+            line.append(show_gap(rows["pFedLA held-out"], rows[other]))
     return markdown_table([*lines, *differences])
 
 
@@ -91,16 +93,12 @@ def standing_table() -> str:
     lines = [["", "first", *OURS]]
     for table, split in SPLITS.items():
         for column, rows in collect_rows(read_results(table)).items():
-            values = {name: row.scores for name, row in rows.items()}
-            first = rank(rows.values()).first
-            if first is None:
-                continue
-            line = [f"{column.removesuffix(', 10 clients')}, {split}", f"{first} {show_seeds(values[first])}"]
+            analysis = MethodTable(list(rows.values())).analysis
+            first = rows[analysis.best]
+            line = [f"{column.removesuffix(', 10 clients')}, {split}", f"{analysis.best} {show_seeds(first)}"]
             for row in OURS:
-                difference = compare(values[row], values[first])
-                shown = "not run" if difference is None else show_difference(values[row], values[first])
-                bold = f"**{shown}**" if difference and difference.is_supported else shown
-                line.append("first" if row == first else bold)
+                is_worse = row in analysis.to_best and analysis.to_best[row].is_significant
+                line.append("first" if row == analysis.best else show_gap(rows[row], first, bold=is_worse))
             lines.append(line)
     return markdown_table(lines)
 
@@ -139,23 +137,20 @@ JOINING_ROWS = {  # label -> key in joining.jsonl, local epochs of the unseen cl
 
 
 def joining_table() -> str:
-    """By setting: mean accuracy of the unseen clients ± standard deviation over seeds, the highest bold."""
+    """By setting: mean accuracy of the unseen clients ± standard error over seeds; bold as in comparisons."""
     settings: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines("joining.jsonl"):
         settings.setdefault(f"{line['dataset']}, `{line['partition']}`", []).append(line)
     lines = [["", *settings, "local epochs of the unseen client"], *([row] for row in JOINING_ROWS)]
     seen = ["*seen clients: FedAvg, pFedLA held-out*"]
     for some in settings.values():
-        by_row = {
-            row: [100 * statistics.mean(line["accuracy"][key]) for line in some]
-            for row, (key, _) in JOINING_ROWS.items()
+        found = {
+            row: {n: line["accuracy"][key] for n, line in enumerate(some)} for row, (key, _) in JOINING_ROWS.items()
         }
-        highest = max(statistics.mean(values) for values in by_row.values())
+        analysis = analyse(found, sign=1)
         for line in lines[1:]:
-            values = by_row[line[0]]
-            mean = f"{statistics.mean(values):.1f}"
-            mean = f"**{mean}**" if statistics.mean(values) == highest else mean
-            line.append(f"{mean} ± {statistics.stdev(values):.1f}")
+            shown = show_mean([100 * statistics.mean(scores) for scores in found[line[0]].values()], Metric())
+            line.append(f"**{shown}**" if line[0] in analysis.bold else shown)
         methods = ("fedavg", "pfedla-heldout")
         means = [100 * statistics.mean(line["took_part"][name] for line in some) for name in methods]
         seen.append(", ".join(f"{mean:.1f}" for mean in means))

@@ -280,10 +280,13 @@ def test_a_damaged_personal_model_is_refused(pfedla, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_has_mean_and_std_over_seeds_and_one_picture(pfedla, tmp_path: Path) -> None:
-    code, out, err = pfedla("compare", "-a", "local,fedavg,pfedla", "--seeds", "0,1", *QUICK, "--out", "c")
+def test_compare_has_means_differences_and_one_picture(pfedla, tmp_path: Path) -> None:
+    code, out, err = pfedla(
+        "compare", "-a", "local,fedavg,pfedla", "--seeds", "0,1", "--against", "fedavg", *QUICK, "--out", "c"
+    )
     assert code == 0
     assert "±" in out
+    assert "against fedavg" in out
     assert "fedavg, seed 1" in err
     assert (tmp_path / "c" / "learning_curves.png").exists()
     table = (tmp_path / "c" / "comparison.md").read_text().splitlines()

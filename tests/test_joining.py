@@ -20,7 +20,7 @@ from pfedla.core.contracts import Algorithm, ServerState
 from pfedla.core.errors import NotApplicableError, PfedlaError, Stopped
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Examples, Federation
-from pfedla.report.tables import comparison_markdown
+from pfedla.report.methods import MethodTable
 from pfedla.runs.build import build
 from pfedla.runs.comparison import plan_comparison, run_comparison
 from pfedla.runs.experiment import Experiment
@@ -328,7 +328,7 @@ def test_local_with_unseen_clients_is_refused_at_once(pfedla: Any, finished: Pat
     values = {key: value for key, value in UNSEEN.items() if key != "algorithm"}
     rows = run_comparison(plan_comparison(values, ["local", "fedavg"], [0], Path("compared")))
     assert "join" in rows[0].not_applicable
-    assert "unseen" in comparison_markdown(rows)
+    assert "unseen" in MethodTable(rows).to_markdown()
     code, _, err = pfedla("run", finished, "-a", "local", "--set", "unseen_clients=0.5", "--out", "no")
     assert (code, "local" in err) == (2, True)
     assert not Path("no").exists()

@@ -97,7 +97,7 @@ def test_python_compares_with_own_classes(tmp_path: Path) -> None:
     assert found.folder is None
     assert [one["seed"] for one in found["careful"].results] == [0, 1]
     assert 0 <= found.mean("careful") <= 1
-    assert found.std("careful") is not None
+    assert found.error("careful") is not None
     assert "| careful |" in found.table() == repr(found)
     again = package.compare(
         toy_federation(), TinyNet(), ["local", Careful], seeds=[0, 1], out=tmp_path / "out", **known

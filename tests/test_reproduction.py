@@ -1,4 +1,4 @@
-"""Grids, tables and figures of the paper, paired comparisons, committed results."""
+"""Grids, tables and figures of the paper, committed results."""
 
 import json
 import shutil
@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from pfedla import algorithms
-from pfedla.core.errors import GaveUpError, PfedlaError
-from pfedla.core.objectives import OBJECTIVES
-from pfedla.report.figures import draw_comparison
-from pfedla.report.reading import Metric, read_result
-from pfedla.report.tables import Row, compare, comparison_markdown, rank, tabulate_comparison
+from pfedla.core.errors import PfedlaError
+from pfedla.report.reading import read_result
+from pfedla.report.rows import Row
 from pfedla.reproduction import campaign, paper_results, summaries
 from pfedla.reproduction.campaign import Table
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
-from pfedla.reproduction.paper_results import Weights, account, average_by_distance, collect_weights, write_figures
+from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights
+from pfedla.reproduction.paper_results import account, write_figures
 from pfedla.runs.progress import Display
 
 ROOT = Path(__file__).parents[1]
@@ -121,114 +120,6 @@ def test_another_setting_is_another_cell(format1: Path) -> None:
         assert summaries.match(Cell(cell.row, cell.column, other), stored) is None
 
 
-# Paired comparisons
-
-
-def test_paired_differences() -> None:
-    theirs = {0: 50.0, 1: 60.0, 2: 70.0, 5: 99.0}
-    difference = compare({0: 51.0, 1: 62.0, 2: 73.0, 9: 0.0}, theirs)
-    assert difference == (2.0, pytest.approx(1 / 3**0.5), 3)
-    assert not difference.is_supported  # t = 3.46 with two degrees of freedom: p = 0.07
-    assert difference.show(Metric()) == "+2.00 ± 0.58 (3)"
-    assert difference.show(Metric.named("rmse")) == "+2.000 ± 0.577 (3)"
-    for ours, is_supported in (({0: 52.0, 1: 62.1, 2: 71.9}, True), ({0: 52.0, 1: 62.1}, False), (theirs, False)):
-        found = compare(ours, theirs)
-        assert found is not None
-        assert found.is_supported == is_supported
-    assert compare({0: 99.0}, {0: 1.0}) == (98.0, None, 1)
-    assert compare({0: 1.0}, {1: 1.0}) is None
-
-
-def test_the_first_is_supported_against_every_other_row_or_not_at_all() -> None:
-    def row(name: str, *means: float) -> Row:
-        return Row(name, [{"seed": seed, "score": {"mean": mean}} for seed, mean in enumerate(means)])
-
-    low, high = row("low", 0.5, 0.6, 0.7), row("high", 0.52, 0.621, 0.719)
-    assert rank([low, high])[:2] == ("high", "high")
-    assert rank([low, high, row("one", 0.4)])[:2] == ("high", None)  # one seed supports nothing
-    assert rank([low, high, row("one", 0.99)]).first == "high"  # of those with the most seeds
-    assert rank([low])[:2] == ("low", None)
-    assert rank([]) == (None, None, {})
-
-
-def errors_of(name: str, *means: float | None) -> Row:
-    """Return a method with these root mean squared errors, a seed each."""
-    task = {"name": "regression", "metric": "rmse", "higher_is_better": False, "percent": False}
-    common = {"task": task, "traffic": {"down_bytes": 0, "up_bytes": 0}, "seconds": {"total": 1.0}}
-    common |= {"overlapping": False, "leaked_test_share": 0.0}
-    common["baseline"] = {"name": "mean", "score": {"mean": 2.0, "worst": 3.0}}
-    found = [{"mean": mean, "worst": None if mean is None else 2 * mean} for mean in means]
-    return Row(name, [{"seed": n, "score": one, "score_after_training": one} | common for n, one in enumerate(found)])
-
-
-def test_the_lowest_error_is_the_best() -> None:
-    rows = [errors_of("far", 1.5, 1.6, 1.7), errors_of("near", 1.4, 1.499, 1.601)]
-    assert rank(rows)[:2] == ("near", "near")
-    (head, far, near, constant), notes = tabulate_comparison(rows)
-    assert head[:4] == ["algorithm", "RMSE (lower is better)", "after training", "worst"]
-    assert (far[1], near[1]) == ("1.600 ± 0.100", "**1.500 ± 0.101**")
-    assert constant[:4] == ["mean", "2.000 ± 0.000", "–", "3.000 ± 0.000"]
-    assert any(note.startswith("far − near: +0.100 ± ") for note in notes)
-
-
-def test_an_undefined_score_is_a_dash_and_has_no_rank() -> None:
-    rows = [errors_of("undefined", None), errors_of("known", 1234.5)]
-    assert rank(rows).first == "known"
-    lines = {line[0]: line for line in tabulate_comparison(rows)[0]}
-    assert (lines["undefined"][1], lines["known"][1]) == ("–", "1234")
-
-
-def test_metrics_are_shown_as_objectives_describe_them() -> None:
-    known = {metric for objective in OBJECTIVES.values() for metric in objective.metrics}
-    for metric in known:
-        assert Metric.named(metric.name) == (metric.name, metric.higher_is_better, metric.percent)
-        assert Metric.named(metric.name).label != metric.name or metric.name == "accuracy"
-    for objective in OBJECTIVES.values():
-        assert Metric.of({"task": objective.describe()}) == Metric.named(objective.headline)
-    assert Metric.of({}) == Metric.named("accuracy")
-    assert [Metric.named("auroc").show(value) for value in (0.5, None)] == ["0.500", "–"]
-    assert Metric.named("accuracy").show(0.9125) == "91.2 %"
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Return a comparison over three seeds in which the last method gave up on one."""
-    made = []
-    for name, gains in {"slow": (0, 0, 0), "fast": (0.02, 0.021, 0.019), "flaky": (0.3, 0.3)}.items():
-        row = Row(name)
-        for seed, gain in enumerate(gains):
-            folder = Path(shutil.copytree(FIXTURES / "fedavg", tmp_path_factory.mktemp(name) / "run"))
-            result = read_result(folder / "result.json") | {"seed": seed, "algorithm": name}
-            result["score"] = result["score"] | {"mean": 0.5 + seed / 10 + gain}
-            row.results.append(result)
-            row.folders.append(folder)
-        made.append(row)
-    made[-1].gave_up[2] = str(GaveUpError("nothing usable"))
-    return [*made, Row("fedbn", not_applicable="no BatchNorm")]
-
-
-def test_a_method_that_gave_up_on_a_seed_has_no_mean(
-    rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = {line[0]: line for line in tabulate_comparison(rows)[0]}
-    assert "gave up on 1 of 3 seeds" in lines["flaky"]
-    assert not any("±" in cell for cell in lines["flaky"])
-    assert lines["fast"][1].startswith("**62.0 ± 10.0")
-    text = comparison_markdown(rows)
-    assert "slow − fast: -2.00 ± 0.06 (3)" in text
-    assert "flaky −" not in text
-    assert all(reason in text for reason in ("nothing usable", "no BatchNorm"))
-    content = {row.algorithm: row.content for row in rows}
-    assert (len(content["flaky"]["results"]), content["flaky"]["gave_up"]) == (2, {2: "nothing usable"})
-    assert len(content["slow"]) == 3
-    assert content["fedbn"] == {"not_applicable": "no BatchNorm"}
-    drawn: list[Any] = []
-    monkeypatch.setattr("pfedla.report.figures.save", lambda figure, path: drawn.append(figure) or path)
-    draw_comparison([rows[0], rows[2]], tmp_path / "curves.png")
-    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
-    assert labels == ["slow (3 seeds)", "flaky (gave up on 1 of 3 seeds)"]
-
-
 # Tables by hand
 
 
@@ -243,7 +134,7 @@ def summary_of(accuracies: dict[tuple[str, str, int], float | None], **more: Any
             cell |= {
                 "score": {"mean": mean, "per_client": [mean, mean]},
                 "traffic": {"down_bytes": 2**20, "up_bytes": 2**21},
-                "experiment": {"training": {"local_epochs": 1}, "participation": 1.0, "data": data},
+                "experiment": {"training": {"local_epochs": 1, "lr": 0.1}, "participation": 1.0, "data": data},
                 "rounds": 2,
                 "seconds": 60.0,
                 "curve": [[1, mean], [2, mean]],
@@ -259,21 +150,38 @@ def test_a_table_shows_seeds_the_papers_number_and_what_was_not_run() -> None:
     paper = {"A": {"x_1": {"mean": 55.5, "std": 0.25}}}
     assert paper_results.tabulate(summary, paper) == [
         ["", "A", "paper", "B"],
-        ["x_1", "55.00 ± 7.07 (2)", "55.50 ± 0.25", "–"],
+        ["x_1", "55.00 ± 5.00 (2)", "55.50 ± 0.25", "–"],
         ["y", "54.00", "–", "not run"],
     ]
     assert paper_results.tabulate_differences(summary) == [["", "A"], ["x_1", "first"], ["y", "+4.00 (1)"]]
     latex = paper_results.to_latex(summary, paper)
-    assert r"x\_1 & 55.00 $\pm$ 7.07 (2) & 55.50 $\pm$ 0.25 & -- \\" in latex
+    assert r"x\_1 & 55.00 $\pm$ 5.00 (2) & 55.50 $\pm$ 0.25 & -- \\" in latex
     lines = paper_results.to_csv(summary, paper).splitlines()
-    assert lines[1] == "A,x_1,2,55.0,7.0711,3.0,0.0,0.0,2,55.5,0.25,,"
-    assert lines[3] == "B,x_1,0,,,,,,,,,,it does not work"
+    found = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    shown = [found[0][key] for key in ("seeds", "accuracy", "se", "worst", "mib", "paper_std")]
+    assert shown == ["2", "55.0", "5.0", "55.0", "3.0", "0.25"]
+    assert (found[1]["difference_to_first"], found[1]["paired_seeds"], found[1]["p"]) == ("4.0", "1", "")
+    assert (found[2]["seeds"], found[2]["accuracy"], found[2]["reason"]) == ("0", "", "it does not work")
+
+
+def test_a_supported_difference_is_bold_beside_the_first() -> None:
+    means = {"Local": (0.5, 0.6, 0.7), "FedAvg": (0.4, 0.51, 0.59), "ours": (0.51, 0.6, 0.72)}
+    summary = summary_of({("A", row, seed): mean for row, some in means.items() for seed, mean in enumerate(some)})
+    first = {line[0]: line[1] for line in paper_results.tabulate(summary, {})[1:]}
+    assert (first["ours"], first["Local"]) == ("**61.00 ± 6.08 (3)**", "**60.00 ± 5.77 (3)**")
+    assert not first["FedAvg"].startswith("*")
+    paired = {line[0]: line[1] for line in paper_results.tabulate_differences(summary)[1:]}
+    assert paired["ours"] == "first"
+    assert paired["FedAvg"].startswith("**-11.00 [-13.00, -9.00], p 0.0")
+    assert paired["Local"] == "-1.00 [-2.00, +0.00], p 0.225 (3)"
+    clients = {line[0]: line[1] for line in paper_results.tabulate_clients(summary)[1:]}
+    assert (clients["ours"], clients["FedAvg"]) == ("61.0 / 61.0 / 67 %", "50.0 / 50.0")
 
 
 def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
     summary = summary_of({("A", "x", 0): 0.5, ("A", "x", 1): None, ("A", "y", 0): 0.4, ("A", "y", 1): 0.6})
     shown = [line[1] for line in paper_results.tabulate(summary, {})[1:]]
-    assert shown == ["gave up on 1 of 2 seeds", "50.00 ± 14.14 (2)"]
+    assert shown == ["gave up on 1 of 2 seeds", "50.00 ± 10.00 (2)"]
 
 
 def weights_of(values: Any) -> Weights:
@@ -299,7 +207,7 @@ def test_weights_by_distance_and_by_period() -> None:
 def test_tables_have_a_figure(form: str, tmp_path: Path) -> None:
     values = {("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("A", "held-out, k = 1", 0): 0.1, ("A", "k = 1", 1): None}
     paths = write_figures(summary_of(values, form=form), {"A": {"k = 0": {"mean": 50.0}}}, tmp_path)
-    assert [path.name for path in paths] == ["figure.png", "figure.pdf"]
+    assert [path.name for path in paths] == ["figure.png", "figure.pdf", "figure.svg"]
 
 
 # Runs
@@ -347,6 +255,7 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     _, mixed, refused, retained = summary["cells"]
     result = read_result(runs / cells[1].folder / "result.json")
     assert (mixed["score"], mixed["traffic"]) == (result["score"], result["traffic"])
+    assert mixed["metrics"]["auroc"]["per_client"] == result["metrics"]["auroc"]["per_client"]
     assert np.array(mixed["alpha"]["values"]).shape == (3, 4, 4, 4)
     assert "BatchNorm" in refused["reason"]
     assert (paper_results.average_saved_mib(Row("retained", [retained])) or 0) > 0
@@ -415,7 +324,7 @@ def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypat
     assert code == 0, err
     assert "pFedLA" in out
     folder = tmp_path / "runs" / "reproduce" / "small"
-    names = {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf"}
+    names = {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf", "figure.svg"}
     assert {path.name for path in folder.iterdir()} == names
     assert pfedla("reproduce", "small", "-a", "pfedla", "--check")[0] == 0
     path = folder / "results.json"

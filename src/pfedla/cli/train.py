@@ -16,6 +16,8 @@ from pfedla.runs.trackers import check_trackers
 
 RUNS, BUDGETS = Path("runs/reproduce"), ("grid", "paper")
 ALGORITHMS_HELP = "Names or package.module:Class, separated by commas (default: all)."
+SEEDS_HELP = "Seeds separated by commas. Differences are paired over them; tests need three, better ten."
+AGAINST_HELP = "The method that differences are to (default: local if it is compared, else the first)."
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
 
@@ -62,7 +64,8 @@ def compare(
     output: Output,
     file: File = None,
     algorithms: Annotated[str | None, option("Method", ALGORITHMS_HELP, "--algorithms", "-a")] = None,
-    seeds: Annotated[str | None, option("Run", "Seeds separated by commas; differences are paired over them.")] = None,
+    seeds: Annotated[str | None, option("Run", SEEDS_HELP)] = None,
+    against: Annotated[str, option("Method", AGAINST_HELP)] = "",
     setting: Annotated[list[str] | None, option("Method", SPREAD_HELP, "--set")] = None,
 ) -> None:
     """Train several methods on the same federation and seeds; one table, one picture.
@@ -70,12 +73,13 @@ def compare(
     Example: pfedla compare -a local,fedavg,pfedla --seeds 0,1,2 --set pfedla.neighbours=5
     """
     from pfedla.report import tables
+    from pfedla.report.methods import MethodTable
     from pfedla.report.reading import client_names
     from pfedla.runs import comparison
 
     trackers = check_trackers(split_words(output.track))
     values, names, numbers, out = _read_request(file, given, setting or [], algorithms, seeds, output)
-    plan = comparison.plan_comparison(values, names, numbers, out, resume=output.resume)
+    plan = comparison.plan_comparison(values, names, numbers, out, resume=output.resume, against=against)
     assert plan.folder is not None
     hint = f"resume with --resume --out {plan.folder}"
     with watching(plan.total_rounds, quiet=output.quiet or output.as_json, hint=hint) as (display, signals):
@@ -83,16 +87,16 @@ def compare(
     if output.as_json:
         print((plan.folder / "comparison.json").read_text(encoding="utf-8"))
     elif not output.quiet:
-        table, notes = tables.tabulate_comparison(rows)
-        warnings = tables.warnings([result for row in rows for result in row.results])
-        say(tables.terminal_table(table, notes=notes), *warnings)
+        table = MethodTable(rows, plan.against)
+        found = [lines for lines in (table.tabulate(), table.tabulate_differences()) if len(lines) > 1]
+        say(*map(tables.terminal_table, found), *table.notes(), *tables.warnings(table.results))
         say("Test scores on every client's own data, mean and worst client, last round; MiB in all.")
         for row in rows:
             for one, place in zip(row.results, row.folders, strict=True):
                 lines = tables.failures_lines(one, client_names(place))
                 say(*(f"{row.algorithm}, seed {one['seed']}: {line}" for line in lines))
-        pictures = [plan.folder / "learning_curves.png", *sorted(plan.folder.glob("*/*.png"))]
-        say(*(f"  {path}" for path in [plan.folder / "comparison.md", *pictures]))
+        pictures = [plan.folder / f"{comparison.CURVES}.png", *sorted(plan.folder.glob("*/*.png"))]
+        say(*(f"  {path}" for path in [plan.folder / "comparison.md", plan.folder / "comparison.tex", *pictures]))
     if any(row.gave_up for row in rows):
         raise Exit(1)
 

@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 
 from pfedla.cli.options import File, Json, Quiet, Sets, answer, say, split_words, with_settings
 from pfedla.core.errors import PfedlaError
+from pfedla.core.files import read_object
 from pfedla.runs.experiment import Experiment, gather
 
 data_app = Typer(help="Data sets and federations: list, fetch, show.", no_args_is_help=True)
@@ -67,6 +68,9 @@ def _find_folders(given: list[Path]) -> list[Path]:
     found = []
     for path in given:
         inside = sorted(file.parent for file in path.glob("*/experiment.toml"))
+        if (path / "comparison.json").exists():
+            order = list(read_object(path / "comparison.json"))  # of the table
+            inside.sort(key=lambda run: order.index(label) if (label := run.name.rpartition("-s")[0]) in order else -1)
         found += inside if inside and not (path / "experiment.toml").exists() else [path]
     return list(dict.fromkeys(found))
 

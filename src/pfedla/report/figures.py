@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from pfedla.report import reading
+from pfedla.report.methods import MethodTable
 from pfedla.report.reading import Alpha, Array, Metric, Values
-from pfedla.report.tables import Row, shorten, where
+from pfedla.report.tables import shorten, where
 
 Size = tuple[float, float]  # width and height in inches
 FORMATS = (".png", ".pdf", ".svg")
@@ -42,9 +43,14 @@ def escape_math(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path, caption: str = "") -> Path:
+    """Write a figure with its caption inside, the same bytes for the same figure."""
+    from matplotlib import rc_context
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    words: Values = {"pdf": {"Subject": caption, "CreationDate": None}, "svg": {"Description": caption, "Date": None}}
+    with rc_context({"svg.hashsalt": "pfedla"}):
+        figure.savefig(path, dpi=150, metadata=words.get(path.suffix[1:].lower(), {"Description": caption}))
     return path
 
 
@@ -129,9 +135,9 @@ def _draw_by_layer(alpha: Alpha, values: Array, senders: int, *, title: str, yla
     return figure
 
 
-def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
-    """Draw mean and standard deviation over seeds; dashed, each other seed of a method that gave up on one."""
-    shown = [row for row in rows if row.folders]
+def draw_comparison(table: MethodTable, path: Path) -> list[Path]:
+    """Draw mean and standard error over seeds, in all formats; each seed of a method that gave up on one, dashed."""
+    shown = [row for row in table.rows if row.folders]
     metric = shown[0].metric
     figure, (axis,) = panels(1, (6.5, 4))
     for position, row in enumerate(shown):
@@ -145,15 +151,15 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> Path:
         mean = curves.mean(0)
         axis.plot(x, mean, label=f"{row.algorithm} ({count} seed{'s' * (count > 1)})", color=colour, **_mark(x))
         if count > 1:
-            spread = curves.std(0, ddof=1)
-            axis.fill_between(x, mean - spread, mean + spread, alpha=0.15, color=colour)
+            error = curves.std(0, ddof=1) / np.sqrt(count)
+            axis.fill_between(x, mean - error, mean + error, alpha=0.15, color=colour)
     result = shown[0].results[0]
     clients = "honest" if "honest" in result else "all"
-    band = ", band: ± standard deviation over seeds" if any(len(row.folders) > 1 for row in shown) else ""
+    band = ", band: ± standard error over seeds" if any(len(row.folders) > 1 for row in shown) else ""
     title = f"Personal models, mean of {clients} clients{band}\n{escape_math(where(result))}"
     finish_curves(axis, title, ylabel=metric.axis)
     axis.legend(fontsize=8)
-    return save(figure, path)
+    return [save(figure, path.with_suffix(ending), table.caption()) for ending in FORMATS]
 
 
 def draw_federation(federation: Values, name: str, path: Path) -> Path:

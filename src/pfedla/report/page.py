@@ -23,6 +23,7 @@ from scipy.spatial.distance import pdist, squareform
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object
 from pfedla.report import reading
+from pfedla.report.grouping import group_runs
 from pfedla.report.reading import MIB, SPREAD, Array, Metric, Values, honest_part
 from pfedla.report.tables import warnings, where
 
@@ -76,7 +77,17 @@ def collect_page_data(runs: Sequence[Path]) -> Values:
     for key in dict.fromkeys(key for one in flat for key in one):
         words = [json.dumps(one[key], default=str, ensure_ascii=False) if key in one else "" for one in flat]
         rows += [[key, *words]] if len(set(words)) > 1 else []
-    return {"runs": shown, "differs": rows}
+    return {"runs": shown, "differs": rows, "tables": _collect_tables(runs) if len(runs) > 1 else []}
+
+
+def _collect_tables(runs: Sequence[Path]) -> list[Values]:
+    """Return the caption of each group of runs, and their table where several methods have several seeds."""
+    found = []
+    for table in group_runs(runs):
+        is_shown = table.has_seeds and len(table.rows) > 1
+        lines = table.tabulate_statistics() if is_shown else []
+        found.append({"caption": table.caption(), "lines": lines, "notes": table.notes()})
+    return found
 
 
 def _name_runs(runs: Sequence[Values]) -> list[str]:

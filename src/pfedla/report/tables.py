@@ -1,39 +1,22 @@
-"""Results as tables, for terminals and as Markdown. A seed draws the federation: methods are compared seed by seed."""
+"""Tables in terminals, Markdown and LaTeX; the tables of a run and of a federation."""
 
-import math
-import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
-from scipy.special import stdtrit
 
 from pfedla.report.reading import MIB, SPREAD, Metric, Values, honest_part
 
-NOTE = (
-    "Table: mean ± standard deviation over seeds. Differences: paired{in_points}, mean ± standard error (seeds). "
-    "Bold: ahead of every other method by a paired t-test at 5 %, with at least three seeds."
-)
-SCORES: dict[str, Callable[[Values], Any]] = {
-    "personal": lambda result: honest_part(result)["score"]["mean"],
-    "after training": lambda result: honest_part(result)["score_after_training"]["mean"],
-    "worst": lambda result: honest_part(result)["score"]["worst"],
-    "unseen": lambda result: result["unseen"]["score"]["mean"] if "unseen" in result else None,
-    "unseen alone": lambda result: result["unseen"]["score_alone"]["mean"] if "unseen" in result else None,
-}
-COSTS: dict[str, Callable[[Values], float]] = {
-    "down MiB": lambda result: result["traffic"]["down_bytes"] / MIB,
-    "up MiB": lambda result: result["traffic"]["up_bytes"] / MIB,
-    "s": lambda result: result["seconds"]["total"],
-}
 Lines = Sequence[Sequence[str]]  # a table: the first line is its header; a cell between two ** is bold
+LATEX = {character: "\\" + character for character in "%&_#${}"} | {"\\": r"\textbackslash{}", "<": "$<$", "²": "$^2$"}
+LATEX |= {"±": r"$\pm$", "–": "--", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 TABLE_ROWS, NAMED, LONGEST = 40, 5, 20  # clients in a table, classes named of each, characters of a name
 
 
@@ -46,152 +29,28 @@ def terminal_table(lines: Lines, title: str | None = None, notes: Sequence[str] 
     table = Table(title=title, caption="\n".join(notes) or None, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for position, heading in enumerate(lines[0]):
-        width = 10 if heading.endswith(("%", "better)")) else None  # "81.3 ± 12.0" stays on a line
+        estimates = [line[position] for line in lines[1:] if {"±", "["} & {*line[position]}]  # each on one line
+        width = max(map(len, estimates), default=None)
         table.add_column(heading, justify="right" if position else "left", no_wrap=not position, min_width=width)
     for line in lines[1:]:
         table.add_row(*(Text(cell.strip("*"), style="bold" if cell.startswith("**") else "") for cell in line))
     return table
 
 
-def mean_and_std(values: Collection[float]) -> tuple[float | None, float | None]:
-    return statistics.mean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
+def latex_table(lines: Lines) -> str:
+    """Return a tabular with booktabs."""
+    header, *body = (" & ".join(map(_latex_cell, line)) + r" \\" for line in lines)
+    begin = r"\begin{tabular}{l" + "c" * (len(lines[0]) - 1) + "}"
+    return "\n".join([begin, r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
 
-def show_mean(numbers: Collection[float], metric: Metric, digits: int = 1) -> str:
-    """Return mean ± standard deviation of scores times the metric's factor."""
-    return " ± ".join(metric.show_number(one, digits) for one in mean_and_std(numbers) if one is not None) or "–"
+def _latex_cell(cell: str) -> str:
+    text = escape_latex(cell.strip("*"))
+    return rf"\textbf{{{text}}}" if cell.startswith("**") else text
 
 
-@dataclass
-class Row:
-    """One method over the seeds: its results, and the seeds on which it gave up."""
-
-    algorithm: str
-    results: list[Values] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)  # of the results
-    gave_up: dict[int, str] = field(default_factory=dict)  # seed -> why
-    not_applicable: str = ""  # why
-
-    @property
-    def outcome(self) -> str:
-        """What a table shows in place of a mean: a method that gave up on a seed has none."""
-        if self.gave_up:
-            return f"gave up on {len(self.gave_up)} of {len(self.gave_up) + len(self.results)} seeds"
-        return "" if self.results else "–" if self.not_applicable else "not run"
-
-    @property
-    def metric(self) -> Metric:
-        return Metric.of(self.results[0]) if self.results else Metric()
-
-    @property
-    def scores(self) -> dict[int, float]:
-        """The score by seed, an accuracy in %; nothing for a method without a mean."""
-        means = {result["seed"]: SCORES["personal"](result) for result in self.results}
-        factor = self.metric.factor
-        return {} if self.outcome else {seed: factor * mean for seed, mean in means.items() if mean is not None}
-
-    @property
-    def mib(self) -> float | None:
-        """What was sent down and up, mean over the seeds."""
-        return mean_and_std([COSTS["down MiB"](one) + COSTS["up MiB"](one) for one in self.results])[0]
-
-    @property
-    def content(self) -> Any:
-        """What comparison.json holds: the results, or why there are none."""
-        if self.not_applicable:
-            return {"not_applicable": self.not_applicable}
-        return {"results": self.results, "gave_up": self.gave_up} if self.gave_up else self.results
-
-    def show(self, column: str) -> str:
-        """Return the cell below one of SCORES or COSTS."""
-        if column in COSTS:
-            return f"{statistics.mean(map(COSTS[column], self.results)):.{1 if column == 's' else 2}f}"
-        values = [value for result in self.results if (value := SCORES[column](result)) is not None]
-        return show_mean([self.metric.factor * value for value in values], self.metric)
-
-
-class Difference(NamedTuple):
-    """Mean difference over the seeds that both methods have."""
-
-    mean: float
-    error: float | None  # standard error of the mean; None with one seed
-    seeds: int
-
-    @property
-    def is_supported(self) -> bool:
-        """Whether a paired t-test over at least three seeds rejects "no difference" at 5 % (two-sided)."""
-        critical = float(stdtrit(self.seeds - 1, 0.975))
-        return self.error is not None and self.seeds >= 3 and abs(self.mean) > critical * self.error
-
-    def show(self, metric: Metric) -> str:
-        digits = metric.digits(2)
-        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
-        return f"{self.mean:+.{digits}f}{error} ({self.seeds})"
-
-
-def compare(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """Return ours − theirs over the seeds that both have; None if they have none in common."""
-    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    mean, std = mean_and_std(differences)
-    error = None if std is None else std / math.sqrt(len(differences))
-    return None if mean is None else Difference(mean, error, len(differences))
-
-
-class Ranking(NamedTuple):
-    first: str | None  # the row with the best mean, of those with the most seeds
-    best: str | None  # the same, if a paired t-test supports its lead over every other row
-    differences: dict[str, Difference]  # to the first, of every row that has a seed in common with it
-
-
-def rank(rows: Iterable[Row]) -> Ranking:
-    ranked = [row for row in rows if row.scores]
-    if not ranked:
-        return Ranking(None, None, {})
-    values, sign = {row.algorithm: row.scores for row in ranked}, ranked[0].metric.sign
-    first = max(values, key=lambda name: (len(values[name]), sign * statistics.mean(values[name].values())))
-    found = {name: compare(one, values[first]) for name, one in values.items()}
-    others = [difference for name, difference in found.items() if name != first]
-    is_best = others and all(one and sign * one.mean < 0 and one.is_supported for one in others)
-    return Ranking(first, first if is_best else None, {name: one for name, one in found.items() if one})
-
-
-def tabulate_comparison(rows: Sequence[Row]) -> tuple[list[list[str]], list[str]]:
-    """Return the table, and notes: why methods have no mean and, with several seeds, the differences to the first."""
-    first, best, differences = rank(rows)
-    results = [result for row in rows for result in row.results]
-    metric = Metric.of(results[0]) if results else Metric()
-    with_unseen = [column for column in SCORES if column.startswith("unseen")] * any("unseen" in one for one in results)
-    columns = ["personal", "after training", "worst", *COSTS, *with_unseen]
-    heads = [metric.heading, *(column + metric.unit * (column in SCORES) for column in columns[1:])]
-    lines, notes = [["algorithm", *heads]], list[str]()
-    for row in rows:
-        cells = [row.outcome, *"–" * (len(columns) - 1)] if row.outcome else [row.show(column) for column in columns]
-        cells[0] = f"**{cells[0]}**" if row.algorithm == best else cells[0]
-        lines.append([row.algorithm, *cells])
-        notes += [f"{row.algorithm}: {row.not_applicable}"] if row.not_applicable else []
-        notes += [f"{row.algorithm}, seed {seed}: {why}" for seed, why in row.gave_up.items()]
-    if first is not None and any(len(row.results) + len(row.gave_up) > 1 for row in rows):
-        notes += [f"{name} − {first}: {one.show(metric)}" for name, one in differences.items() if name != first]
-        notes.append(NOTE.format(in_points=", in points" * metric.percent))
-    if baseline := _average_baseline(results, metric):
-        lines.append([baseline.pop("name"), *(baseline.get(column, "–") for column in columns)])
-    return lines, notes
-
-
-def _average_baseline(results: Sequence[Values], metric: Metric) -> dict[str, str]:
-    """Return the row of the best constant answer (majority class, mean) over the seeds; nothing if there is none."""
-    by_seed = {result["seed"]: result["baseline"] for result in results if result.get("baseline")}
-    shown = {}
-    for column, key in {"personal": "mean", "worst": "worst"}.items():
-        found = [one["score"][key] for one in by_seed.values()]
-        shown[column] = show_mean([metric.factor * value for value in found if value is not None], metric)
-    return {"name": next(iter(by_seed.values()))["name"], **shown} if by_seed else {}
-
-
-def comparison_markdown(rows: Sequence[Row]) -> str:
-    lines, notes = tabulate_comparison(rows)
-    notes += warnings([result for row in rows for result in row.results])
-    return "\n".join([markdown_table(lines), "", *(f"- {note}" for note in notes)]) + "\n"
+def escape_latex(text: str) -> str:
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", "".join(LATEX.get(character, character) for character in text))
 
 
 def where(result: Mapping[str, Any]) -> str:

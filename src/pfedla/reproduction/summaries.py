@@ -14,7 +14,7 @@ from pfedla.core.files import read_object, write_text
 from pfedla.core.settings import AUTO
 from pfedla.report import reading
 from pfedla.report.reading import Values, read_alpha, read_result, read_rounds
-from pfedla.report.tables import Row
+from pfedla.report.rows import Row
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, resolve
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, describe_environment
@@ -131,6 +131,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
     summary = {
         **cell.place,
         **{key: result[key] for key in ("task", "score", "traffic", "leaked_test_share", "refused_uploads")},
+        "metrics": {name: {"per_client": one["per_client"]} for name, one in result["metrics"].items()},
         "score_after_training": result["score_after_training"]["mean"],
         "subset": Path(result["subset"]).name,
         "curve": [[line["round"], line["score"]["mean"]] for line in lines],
@@ -140,6 +141,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         "experiment": experiment.model_dump(exclude=NOT_KEPT),
         "rounds": experiment.rounds,
     }
+    summary |= {"tuned_trials": result["tuned_trials"]} if result.get("tuned_trials") else {}
     return {**summary, "alpha": _thin_alpha(run)} if grid.shows_alpha else summary
 
 

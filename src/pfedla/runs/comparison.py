@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ import tomli_w
 from torch import nn
 
 from pfedla.algorithms import ALGORITHMS, NamedClass, default_options, register, short_name
-from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown
+from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown, unknown
 from pfedla.core.files import safe_name, write_text
 from pfedla.data.federation import Federation
 from pfedla.data.sources import load_data
 from pfedla.report.figures import draw_comparison
+from pfedla.report.methods import MethodTable
 from pfedla.report.reading import read_result
-from pfedla.report.tables import Row, comparison_markdown, mean_and_std
+from pfedla.report.rows import Row
+from pfedla.report.significance import Analysis
 from pfedla.runs.build import Built, build, build_around, check_federation
 from pfedla.runs.experiment import Experiment, list_settings, nest, overlay, read_toml
 from pfedla.runs.folder import EXPERIMENT, RESULT, RUNS, RunFolder, new_folder, number_folder
@@ -26,6 +29,7 @@ from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
 
 PLAN = "comparison.toml"  # what the comparison was asked for; it can be resumed from its folder
+CURVES = "learning_curves"
 
 
 class ComparisonPlan(NamedTuple):
@@ -36,6 +40,7 @@ class ComparisonPlan(NamedTuple):
     reasons: dict[str, str]  # per label why the method does not apply; empty if it does
     folder: Path | None  # None: the results are returned only
     asked: dict[str, Any]  # what `PLAN` holds
+    against: str  # the label that differences are to; empty: Local, else the first
 
     @property
     def total_rounds(self) -> int:
@@ -48,25 +53,29 @@ class Comparison:
 
     rows: list[Row]
     folder: Path | None = None
+    against: str = ""
 
     def __getitem__(self, name: str) -> Row:
         return {row.algorithm: row for row in self.rows}[name]
 
     def mean(self, name: str) -> float | None:
         """Return the mean score over clients and seeds."""
-        return mean_and_std(self._scores(name))[0]
+        found = self.analysis.summaries.get(name)
+        return found.mean if found else None
 
-    def std(self, name: str) -> float | None:
-        """Return the standard deviation of the mean score over seeds; None with one seed."""
-        return mean_and_std(self._scores(name))[1]
+    def error(self, name: str) -> float | None:
+        """Return the standard error of the mean over seeds; None with one seed."""
+        found = self.analysis.summaries.get(name)
+        return found.se if found else None
 
-    def _scores(self, name: str) -> list[float]:
-        means = (result["score"]["mean"] for result in self[name].results)
-        return [mean for mean in means if mean is not None]
+    @cached_property
+    def analysis(self) -> Analysis:
+        """The statistics of the headline metric: means, differences with intervals and p-values, who is best."""
+        return MethodTable(self.rows, self.against).analysis
 
     def table(self) -> str:
         """Return the table as Markdown."""
-        return comparison_markdown(self.rows)
+        return MethodTable(self.rows, self.against).to_markdown()
 
     __repr__ = table
 
@@ -87,13 +96,18 @@ def plan_comparison(
     out: Path | None = None,
     *,
     resume: bool = False,
+    against: str = "",
     build_one: Callable[[Experiment], Built] | None = None,
 ) -> ComparisonPlan:
     """Make one experiment per algorithm and seed. [algorithm] is for all that have its options, [pfedla] for pfedla.
 
+    `against` is the method that the others' differences are to: the label of one, or of one that is in the folder.
     `build_one` builds an experiment around data that are at hand; without it they are loaded, once for all.
     """
     labels = label_methods(names)
+    against = labels.get(against, against)
+    if against and against not in labels.values() and not (resume and out and any(out.glob(f"{against}-s*"))):
+        raise unknown("method of this comparison (--against)", against, labels.values())
     sections = read_sections(values, labels)
     common = {key: value for key, value in values.items() if key not in sections}
     experiments, reasons, partition = dict[tuple[str, int], Experiment](), dict.fromkeys(labels.values(), ""), ""
@@ -113,7 +127,8 @@ def plan_comparison(
     if build_one is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
     asked = {**values, "methods": list(names), "seeds": list(seeds)}
-    return ComparisonPlan(build_one, experiments, reasons, out or default_folder(partition, resume=resume), asked)
+    folder = out or default_folder(partition, resume=resume)
+    return ComparisonPlan(build_one, experiments, reasons, folder, asked, against)
 
 
 def default_folder(partition: str, *, resume: bool) -> Path:
@@ -166,10 +181,19 @@ def run_comparison(
     if root is None:
         return list(rows.values())
     found = add_finished(root, rows, display.say) if resume else list(rows.values())
-    draw_comparison(found, root / "learning_curves.png")
-    write_text(root / "comparison.md", comparison_markdown(found))
-    write_text(root / "comparison.json", json.dumps({row.algorithm: row.content for row in found}, indent=2) + "\n")
+    write_comparison(MethodTable(found, plan.against), root)
     return found
+
+
+def write_comparison(table: MethodTable, root: Path) -> None:
+    """Write the table in all formats, its statistics and the learning curves."""
+    draw_comparison(table, root / f"{CURVES}.png")
+    content = {row.algorithm: row.content for row in table.rows}
+    write_text(root / "comparison.json", json.dumps(content, indent=2) + "\n")
+    write_text(root / "comparison.md", table.to_markdown(picture=f"{CURVES}.png"))
+    write_text(root / "comparison.csv", table.to_csv())
+    write_text(root / "comparison.tex", table.to_latex())
+    write_text(root / "statistics.json", table.to_json())
 
 
 def open_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> None:
@@ -220,15 +244,17 @@ def compare(
     seeds: Sequence[int] = (0,),
     out: Path | str | None = None,
     *,
+    against: str = "",
     resume: bool = False,
     progress: bool | None = None,
     **settings: Any,
 ) -> Comparison:
     """Train several methods on one federation and return their table; with `out` leave what `pfedla compare` leaves.
 
-    `methods` are names or classes. `settings` are those of `simulate`; an option goes to every method that has it, a
-    dictionary of options to one: `compare(federation, model, ["local", Mine], mine={"strength": 2})`. A seed changes
-    cohorts and batches, not the federation or the model, which are yours.
+    `methods` are names or classes. Differences are to the method `against` (default: local, else the first).
+    `settings` are those of `simulate`; an option goes to every method that has it, a dictionary of options to one:
+    `compare(federation, model, ["local", Mine], mine={"strength": 2})`. A seed changes cohorts and batches, not the
+    federation or the model, which are yours.
     """
     check_federation(federation)
     names = [register(method) for method in methods]
@@ -245,7 +271,8 @@ def compare(
         return build_around(experiment, federation, model)
 
     where = Path(out) if out is not None else None
-    plan = plan_comparison(values, names, seeds, where, resume=resume, build_one=build_one)._replace(folder=where)
+    plan = plan_comparison(values, names, seeds, where, resume=resume, against=against, build_one=build_one)
+    plan = plan._replace(folder=where)
     is_shown = sys.stderr.isatty() if progress is None else progress
     with Display(plan.total_rounds, quiet=not is_shown) as display:
-        return Comparison(run_comparison(plan, display, resume=resume), where)
+        return Comparison(run_comparison(plan, display, resume=resume), where, plan.against)

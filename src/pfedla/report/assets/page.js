@@ -10,7 +10,7 @@ function summarySection(data) {
   const spread = ["mean", "std", "p10", "worst"];
   const explain = (metric) => el("p", { class: "note" }, `Test ${metric.label} of the personal models, what each client would deploy, on its own test data, last round: mean, standard deviation, ${metric.percentile} and worst over the clients that have a value. After training: of the model right after local training, before it is mixed again. Baseline: the best constant answer by the client's training labels. MiB (2^20 bytes): tensors sent, down is server to client.`);
   if (several(data)) {
-    return byMetric(data.runs).flatMap((runs) => {
+    return [...data.tables.filter((one) => one.lines.length).flatMap(seedsTable), ...byMetric(data.runs).flatMap((runs) => {
       const [{ metric }] = runs, shown = (found, keys) => keys.map((key) => score(found?.[key], metric));
       const rows = runs.map((run) => {
         const end = run.final;
@@ -20,7 +20,7 @@ function summarySection(data) {
       const kinds = distinctBy(runs.filter((run) => run.baseline), "fingerprint");
       const constant = kinds.map((run) => [`${run.baseline.name} (baseline)${kinds.length > 1 ? `, ${run.where}, seed ${run.seed}` : ""}`, ...shown(run.baseline, spread), ...Array(5).fill("–")]);
       return [table(["run", metric.label, "std", metric.percentile, "worst", "after training", "MiB down", "MiB up", "s", "rounds"], [...rows, ...constant]), explain(metric)];
-    });
+    })];
   }
   const [run] = data.runs, { final: end, metric } = run;
   if (!end) return [el("p", {}, "No round has been evaluated yet.")];
@@ -32,11 +32,18 @@ function summarySection(data) {
   return [el("div", { class: "tiles" }, ...tiles.map(([name, value, unit]) => el("div", { class: "tile" }, el("span", {}, name), el("b", {}, value), el("span", {}, unit)))), explain(metric)];
 }
 
+/** Methods over seeds; a cell between two ** is bold. */
+function seedsTable({ caption, lines: [heads, ...rows], notes }) {
+  const bold = (cell) => (cell.startsWith("**") ? el("td", {}, el("b", {}, cell.slice(2, -2))) : cell);
+  return [el("h3", {}, "Methods over seeds"), table(heads, rows.map((cells) => cells.map(bold)), caption), el("p", { class: "note" }, notes.join(" "))];
+}
+
 function curvesSection(data) {
   const line = (run, key) => run.curve.map((point) => [point.round, point[key]]);
   const options = (metric) => ({ label: `${metric.label} over the rounds`, xLabel: "round", whole: true, yText: scoreText(metric), xText: (round) => `round ${round}` });
-  if (several(data)) return byMetric(data.runs).flatMap((runs) => [el("p", {}, `Personal models, mean of clients: ${runs[0].metric.axis}.`),
-    chart(runs.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: line(run, "mean") })), options(runs[0].metric))]);
+  if (several(data)) return [...byMetric(data.runs).flatMap((runs) => [el("p", {}, `Personal models, mean of clients: ${runs[0].metric.axis}.`),
+    chart(runs.map((run) => ({ name: run.name, colour: colour(data.runs.indexOf(run)), points: line(run, "mean") })), options(runs[0].metric))]),
+  ...data.tables.map(({ caption }) => el("p", { class: "note" }, caption))];
   const [run] = data.runs;
   return [el("p", {}, `Over the rounds: ${run.metric.axis}.`), chart([{ name: "mean of clients", colour: colour(0), points: line(run, "mean") }, { name: run.metric.percentile, colour: colour(3), dash: "2 3", points: line(run, "p10") },
     { name: "worst client", colour: colour(6), dash: "6 3", points: line(run, "worst") }, { name: "after training, mean of the cohort", colour: colour(1), points: line(run, "after") }], options(run.metric))];
