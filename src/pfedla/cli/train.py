@@ -219,9 +219,8 @@ def _show_table(table: Any, runs: Path, quiet: bool) -> None:
 
     summary, paper, folder = table.write_summary(runs), load_paper(table.name), table.folder
     paths = paper_results.write_tables(summary, paper, folder) + paper_results.write_figures(summary, paper, folder)
-    if summary["cells"] and not quiet:
-        notes = [paper_results.explain(summary), *paper_results.describe_columns(summary)]
-        say(terminal_table(paper_results.tabulate(summary, paper), summary["title"], notes))
+    if any("score" in cell for cell in summary["cells"]) and not quiet:
+        say(*(terminal_table(*one) for one in paper_results.list_tables(summary, paper)))
     if not quiet:
         say(*(f"  {path}" for path in paths))
 

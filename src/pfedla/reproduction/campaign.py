@@ -131,7 +131,8 @@ def run_cell(
     experiment = cell.experiment.model_copy(update={"engine": engine})
     try:
         built = build(experiment, load(experiment.data.dataset))
-        Run(built, RunFolder(path, resume=True), display=display, stopping=stopping).complete()
+        folder = RunFolder(path, resume=True)
+        Run(built, folder, display=display, stopping=stopping, pictures=False).complete()
         write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
     except (NotApplicableError, GaveUpError) as error:
         display.say(f"{what}: {error}")

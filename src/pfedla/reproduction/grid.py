@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -34,6 +34,7 @@ class Column(Section):
     paper_experiment: Values = Field({})  # the paper's own, longer budget
     row_experiment: dict[str, Values] = Field({})  # what a row has in this column alone
     only: list[str] = Field([])  # the rows of this column; empty: all
+    tuned: str = ""  # a file beside grid.toml that `pfedla tune` wrote: the options of every method in this column
     seeds: list[int] = Field([])  # the only seeds of this column; empty: all
     order: list[int] = Field(
         [0, 1], min_length=2, max_length=2
@@ -46,7 +47,7 @@ class Grid(Section):
     """Rows (a method and its options) times columns (a data set, a number of clients) times seeds are its cells."""
 
     title: str
-    form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights"]
+    form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites"]
     seeds: list[int] = Field([0], min_length=1)
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)
@@ -58,7 +59,7 @@ class Grid(Section):
 
     @property
     def shows_alpha(self) -> bool:
-        return self.form in ("toy", "evolution", "heatmap", "layer-weights")
+        return self.form in ("toy", "evolution", "heatmap", "layer-weights", "sites")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,23 @@ def list_names() -> list[str]:
 def load_grid(name: str) -> Grid:
     if name not in list_names():
         raise unknown("experiment", name, list_names())
-    return Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
+    grid = Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
+    return grid.model_copy(
+        update={"columns": [_add_tuned(column, grid.rows, home() / name) for column in grid.columns]}
+    )
+
+
+def _add_tuned(column: Column, rows: Sequence[GridRow], folder: Path) -> Column:
+    """Return a column whose rows have the options that were tuned for it."""
+    if not column.tuned:
+        return column
+    tuned = tomllib.loads((folder / column.tuned).read_text(encoding="utf-8"))
+    found = dict(column.row_experiment)
+    for row in rows:
+        if own := dict(tuned.get(row.experiment["algorithm"]["name"], {})):
+            beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
+            found[row.name] = overlay({"algorithm": own, **beside}, found.get(row.name, {}))
+    return column.model_copy(update={"row_experiment": found})
 
 
 def load_paper(name: str) -> Paper:

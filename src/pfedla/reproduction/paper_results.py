@@ -15,6 +15,7 @@ from pfedla.report.methods import MethodTable, show_difference, show_interval, s
 from pfedla.report.reading import MIB, Metric
 from pfedla.report.rows import Row
 from pfedla.report.tables import latex_table, markdown_table
+from pfedla.reproduction import site_results
 from pfedla.reproduction.grid import Grid, Paper
 from pfedla.reproduction.paper_figures import FIGURES, TARGET, average_by_distance, collect_weights, metric_of
 from pfedla.reproduction.summaries import Summary, collect_rows
@@ -211,7 +212,16 @@ def to_latex(summary: Summary, paper: Paper) -> str:
     return "\n\n".join(latex_table(lines) for lines in tables if len(lines) > 1) + "\n"
 
 
+def list_tables(summary: Summary, paper: Paper) -> list[tuple[list[list[str]], str, list[str]]]:
+    """Return what a terminal shows: lines, title and notes of each table."""
+    if summary["form"] == "sites":
+        return site_results.list_tables(summary)
+    return [(tabulate(summary, paper), summary["title"], [explain(summary), *describe_columns(summary)])]
+
+
 def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
+    if summary["form"] == "sites":
+        return site_results.write_site_tables(summary, folder)
     made = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}
     for name, make in made.items():
         (folder / name).write_text(make(summary, paper), encoding="utf-8")
@@ -247,6 +257,8 @@ def tabulate_weights(summary: Summary) -> list[list[str]]:
 def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
     if not any("score" in cell for cell in summary["cells"]):
         return []
+    if summary["form"] == "sites":
+        return site_results.write_site_figures(summary, folder)
     figure = FIGURES[summary["form"]](summary, paper)
     caption = ". ".join([summary["title"], *describe_columns(summary)])
     return [save(figure, folder / f"figure{ending}", caption) for ending in FORMATS]

@@ -141,16 +141,24 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         "experiment": experiment.model_dump(exclude=NOT_KEPT),
         "rounds": experiment.rounds,
     }
+    if grid.form == "sites":
+        federation = read_object(run / FEDERATION)
+        tested = [sum(counts) for counts in federation["test"]]
+        summary |= {"clients": federation["clients"], "test_examples": tested, "baseline": result["baseline"]}
     summary |= {"tuned_trials": result["tuned_trials"]} if result.get("tuned_trials") else {}
-    return {**summary, "alpha": _thin_alpha(run)} if grid.shows_alpha else summary
+    return (
+        {**summary, "alpha": _thin_alpha(run, 1 if grid.form == "sites" else SNAPSHOTS)}
+        if grid.shows_alpha
+        else summary
+    )
 
 
-def _thin_alpha(run: Path) -> Values | None:
-    """Return the weights of at most 21 snapshots, and the classes of the clients."""
+def _thin_alpha(run: Path, most: int) -> Values | None:
+    """Return the weights of at most so many snapshots, the last among them, and the classes of the clients."""
     if (alpha := read_alpha(run)) is None:
         return None
     last = len(alpha.rounds) - 1
-    kept = sorted({*range(0, last + 1, max(1, -(-last // (SNAPSHOTS - 1)))), last})
+    kept = sorted({*(range(0, last + 1, max(1, -(-last // (most - 1)))) if most > 1 else ()), last})
     values, rounds = alpha.values[kept].astype(float).round(4).tolist(), [alpha.rounds[one] for one in kept]
     classes = read_object(run / FEDERATION)["train"]
     return {"layers": alpha.layers, "rounds": rounds, "values": values, "classes": classes}

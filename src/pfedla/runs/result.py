@@ -143,15 +143,21 @@ def measure_baseline(federation: Outline, objective: Objective) -> dict[str, Any
     """Return how good the best constant answer is: every client's majority class, or mean. None: there is none."""
     if not isinstance(federation, Federation) or objective.headline == "loss":
         return None
-    scores, name = [], ""
+    found: dict[str, list[float]] = {}
+    name = ""
     for train, test in zip(federation.train, federation.test, strict=True):
         constant = constant_outputs(objective, train.y, len(federation.outputs))
         if constant is None:
             return None
         name, outputs = constant
-        scores.append(objective.score(outputs.expand(len(test.y), *outputs.shape[1:]), 0.0, test.y))
-    spread = summarise(torch.tensor(scores, dtype=torch.float64), higher_is_better=objective.metric.higher_is_better)
-    return {"name": name, "score": spread}
+        for metric, value in objective.measure(outputs.expand(len(test.y), *outputs.shape[1:]), test.y).items():
+            found.setdefault(metric, []).append(value)
+    higher = {metric.name: metric.higher_is_better for metric in objective.metrics}
+    spreads = {
+        metric: summarise(torch.tensor(values, dtype=torch.float64), higher_is_better=higher[metric])
+        for metric, values in found.items()
+    }
+    return {"name": name, "score": spreads[objective.headline], "metrics": spreads}
 
 
 def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result: dict[str, Any]) -> None:
@@ -174,4 +180,5 @@ def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result:
 
         result["unseen"] = join_unseen(run, run.built.unseen, folder.path / "models")
     folder.write_json(RESULT, result)
-    draw_run(folder.path)
+    if run.pictures:
+        draw_run(folder.path)

@@ -44,7 +44,9 @@ class Run:
         display: Display | None = None,
         stopping: Callable[[], bool] = lambda: False,
         track: Sequence[str] = (),
+        pictures: bool = True,
     ) -> None:
+        self.pictures = pictures
         self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
         self.folder, self.stopping, self._given_engine = folder, stopping, engine
         self.display, self._is_shown = display or Display(self.experiment.rounds, quiet=True), display is not None
@@ -208,7 +210,7 @@ class Run:
             self.result = describe_result(self.built, self.simulation, self.honest)
             if self.folder is not None:
                 write_results(self, self.folder, self.simulation, self.result)
-        elif self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
+        elif self.pictures and self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
             draw_run(self.folder.path)  # it was stopped after its numbers and before its pictures
         if self.trackers is not None:
             self.trackers.result = self.result
