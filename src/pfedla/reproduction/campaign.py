@@ -238,7 +238,8 @@ def run_missing(
         path, what = runs / cell.folder, f"{cell.row}, {cell.column}"
         display.begin(what, cell.experiment.seed)
         try:
-            built = build(cell.experiment, load(cell.experiment.data.dataset))
+            data = cell.experiment.data
+            built = build(cell.experiment, load(data.dataset, data.missing))
             Run(built, RunFolder(path, resume=True), display=display, stopping=stopping).complete()
             write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
         except (NotApplicableError, GaveUpError) as error:
