@@ -140,7 +140,8 @@ def state_of(name: str) -> State:
         return State(True, prepared, says=f"yes, {source.prepared}")
     if source.find(source.home):
         return State(False, None, says=f"incomplete, {source.folder} lacks {source.lacking()}")
-    return State(False, None, says=f"no ({source.megabytes} MB)")
+    needs = f"{source.megabytes} MB" if source.hosts else f"needs {source.folder}/{source.lacking()}"
+    return State(False, None, says=f"no ({needs})")
 
 
 def load(name: str, missing: str = AUTO) -> Dataset:
