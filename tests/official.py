@@ -1,7 +1,8 @@
-"""Tiny files in each official format."""
+"""Files in each official format: tiny ones, of real sites with made-up values in the published numbers."""
 
 import gzip
 import io
+import lzma
 import struct
 import tarfile
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pfedla.data.datasets import KNOWN
+from pfedla.data.sites import ATTRIBUTES, DOMAINS, HOSPITALS, REGIONS, Between
 
 NUM = 40
 EMNIST_SPLITS = ("byclass", "bymerge", "balanced", "letters", "digits", "mnist")
@@ -53,12 +55,103 @@ def cifar_files(name: str, count: int = NUM) -> dict[str, bytes]:
 
 
 def official_files(name: str, count: int = NUM) -> dict[str, bytes]:
+    if name in SITES:
+        return SITES[name]()
     return (cifar_files if name.startswith("cifar") else idx_files)(name, count)
+
+
+def table(rows: list[list[object]]) -> bytes:
+    return "".join(",".join(map(str, row)) + "\n" for row in rows).encode()
+
+
+def heart_rows(seed: int = 0) -> dict[str, list[list[object]]]:
+    """Return the rows of each hospital: every 20th lacks one of the ten features, the first has label 3."""
+    rng, found = np.random.default_rng(seed), {}
+    for site, count in HOSPITALS.items():
+        values = [
+            rng.uniform(*may_be, count).round(1) if isinstance(may_be, Between) else rng.choice(may_be, count)
+            for may_be in ATTRIBUTES.values()
+        ]
+        rows = [[*row, label] for *row, label in zip(*values, np.arange(count) % 2 * 3, strict=True)]
+        for row in rows[::20]:
+            row[3] = "?"
+        found[site] = rows
+    return found
+
+
+def heart_files() -> dict[str, bytes]:
+    return dict(zip(KNOWN["heart-disease"].source.files, map(table, heart_rows().values()), strict=True))
+
+
+def heart_table() -> bytes:
+    """Return the same patients in one table."""
+    header = ["site", *ATTRIBUTES, "disease"]
+    rows = [[site, *row[:-1], int(row[-1] > 0)] for site, rows in heart_rows().items() for row in rows]
+    return table([header, *([("" if cell == "?" else cell) for cell in row] for row in rows)])
+
+
+def brca_rows() -> list[tuple[str, str, int, list[object]]]:
+    """Return patient, fold, region and values, in the order of the table of patients."""
+    rng, rows = np.random.default_rng(0), []
+    for region, pair in enumerate(REGIONS):
+        for fold, count in zip(("train", "test"), pair, strict=True):
+            for number in range(count):
+                values = [int(rng.integers(30, 90)), *rng.integers(0, 2, 38).tolist(), number % 2, 10 * number]
+                rows.append((f"P-{region}{fold}{number}", fold, region, values))
+    return [rows[place] for place in rng.permutation(len(rows))]
+
+
+def brca_columns() -> list[str]:
+    return [f'"{name}"' if "," in name else name for name in KNOWN["tcga-brca"].columns]
+
+
+def brca_files() -> dict[str, bytes]:
+    patients = [[pid, *values[:-2], *map(float, values[-2:])] for pid, _, _, values in brca_rows()]
+    folds = [[pid, fold, f"{fold}_{region}"] for pid, fold, region, _ in sorted(brca_rows())]
+    tables = (["pid", *brca_columns(), "E", "T"], *patients), (["pid", "fold", "fold2"], *folds)
+    return {name: table(list(rows)) for name, rows in zip(KNOWN["tcga-brca"].source.files, tables, strict=True)}
+
+
+def brca_table() -> bytes:
+    header = ["region", "fold", *brca_columns(), "event", "days"]
+    return table([header, *([region, fold, *values] for _, fold, region, values in brca_rows())])
+
+
+def watch_arrays() -> dict[str, np.ndarray]:
+    """Return recordings of 450 samples: the sample's number, plus 1,000 times the exercise on the first axis."""
+    grid = np.stack(np.meshgrid(np.arange(7), np.arange(1, 11), np.arange(2), indexing="ij")).reshape(3, -1)
+    samples = np.tile(np.arange(450, dtype=np.float32)[None, :, None], (140, 1, 6))
+    samples[:, :, 0] += 1000 * grid[0][:, None]
+    labels = dict(zip(("exercise", "subject", "side"), grid, strict=True))
+    return {"samples": samples.reshape(-1, 6), "length": np.full(140, 450), **labels}
+
+
+def npz_of(arrays: dict[str, np.ndarray]) -> bytes:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def sentiment_text() -> str:
+    """Return texts with valences -2, 0, 2 in turn; the fourth text of a domain repeats its first."""
+    lines = ["domain\tvalence\ttext"]
+    for domain, count in DOMAINS.items():
+        lines += [f"{domain}\t{2 * (row % 3 - 1)}\ttext {0 if row == 3 else row}" for row in range(count)]
+    return "\n".join([*lines, ""])
+
+
+SITES = {
+    "heart-disease": heart_files,
+    "tcga-brca": brca_files,
+    "watch": lambda: {"watch.npz": npz_of(watch_arrays())},
+    "sentiment": lambda: {"sentiment.tsv.xz": lzma.compress(sentiment_text().encode(), preset=1)},
+}
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 

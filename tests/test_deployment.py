@@ -90,14 +90,28 @@ def find_processes(program: str = "") -> list[psutil.Process]:
     return found
 
 
-def short(folder: Path) -> None:
-    """The command line's two commands, and nothing else."""
+def deploy_by_command(folder: Path, *words: str) -> tuple[dict[str, Any], Deployment]:
+    """Run the command line's two commands; return what the second prints."""
     command = [str(Path(sys.executable).with_name("pfedla")), "deploy"]
-    words = ["-a", "pfedla", "-d", "digits", "--clients", "2", "--rounds", "1", "--local-epochs", "1"]
-    subprocess.run([*command, "init", str(folder), *words], check=True, stdout=subprocess.DEVNULL)
+    init = [*command, "init", str(folder), "-a", "pfedla", "--local-epochs", "1", *words]
+    subprocess.run(init, check=True, stdout=subprocess.DEVNULL)
     local = [*command, "local", str(folder), "--json"]
     told = json.loads(subprocess.run(local, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    deployment = read_deployment(folder)
+    return told, read_deployment(folder)
+
+
+def hospitals(folder: Path) -> None:
+    """The four hospitals without a further option; one has no AUROC, as it has a single healthy patient."""
+    told, deployment = deploy_by_command(folder, "-d", "heart-disease", "--rounds", "2")
+    assert deployment.names == ("cleveland", "hungary", "switzerland", "va-long-beach")
+    assert told["task"]["metric"] == "auroc"
+    assert [score is None for score in told["score"]["per_client"]] == [False, False, True, False]
+    assert told["score"] == check(deployment)["score"]
+
+
+def short(folder: Path) -> None:
+    """The command line's two commands, and nothing else."""
+    told, deployment = deploy_by_command(folder, "-d", "digits", "--clients", "2", "--rounds", "1")
     assert told["run"] == str(deployment.folder)
     assert told["score"] == check(deployment)["score"]
     runs = (deployment.folder, folder / "simulated" / "run")
@@ -227,7 +241,7 @@ def server_killed(folder: Path) -> None:
     check(deployment)
 
 
-SCENARIOS = {one.__name__: one for one in (short, methods, node_killed, server_killed)}
+SCENARIOS = {one.__name__: one for one in (short, hospitals, methods, node_killed, server_killed)}
 
 
 def namespace() -> list[str]:
@@ -241,7 +255,9 @@ def namespace() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenario(scenario: str, tmp_path: Path) -> None:
+def test_scenario(scenario: str, tmp_path: Path, real: Callable[[str], None]) -> None:
+    if scenario == "hospitals":
+        real("heart-disease")
     environment = {**os.environ, MARK: uuid.uuid4().hex}
     command = [*namespace(), sys.executable, __file__, scenario, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)

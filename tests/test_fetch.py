@@ -11,7 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from official import EMNIST_SPLITS, NUM, cifar_files, idx_files, tar_of, write, zip_of
+from official import EMNIST_SPLITS, NUM, SITES, cifar_files, heart_table, idx_files, tar_of, write, zip_of
 
 from pfedla.core.errors import PfedlaError
 from pfedla.data.datasets import KNOWN, Source, load, unpack
@@ -90,7 +90,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(offer: Offer, pfedla) -
     assert not home.exists() or not list(home.iterdir())
 
 
-@pytest.mark.parametrize("name", ["mnist", "emnist", "cifar100"])
+@pytest.mark.parametrize("name", ["mnist", "emnist", "cifar100", "heart-disease", "tcga-brca"])
 def test_without_a_network_the_error_says_which_files_to_put_where(tmp_path, monkeypatch, pfedla, name: str) -> None:
     monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path / "data"))
     source = change(monkeypatch, name, hosts=("http://127.0.0.1:9/",))
@@ -139,6 +139,50 @@ def test_archives_that_are_not_used(tmp_path: Path, monkeypatch, name: str, cont
 
 
 def test_every_download_has_a_checksum_and_what_the_loader_reads_is_downloaded() -> None:
-    for source in (entry.source for entry in KNOWN.values() if entry.source):
-        assert set(source.files) <= {*(source.members or source.md5)}
-        assert {len(digest) for digest in source.md5.values()} == {32}
+    """But for data of real sites: their hosts publish none, so that the loader counts and checks every value."""
+    for name, source in ((name, entry.source) for name, entry in KNOWN.items() if entry.source):
+        if name in SITES:
+            assert (source.md5, bool(source.origin)) == ({}, True)
+        else:
+            assert set(source.files) <= {*(source.members or source.md5)}
+            assert {len(digest) for digest in source.md5.values()} == {32}
+
+
+@pytest.mark.parametrize("name", ["heart-disease", "tcga-brca"])
+def test_files_without_a_checksum(offer: Offer, pfedla, name: str) -> None:
+    """They are checked by what they hold; what is there is kept, what is damaged is fetched anew."""
+    files, home = SITES[name](), KNOWN[name].source.home
+    host, first = offer(name, {}), next(iter(files))
+    write(host, files)
+    for before, done in (({}, "downloaded to"), ({}, "already in"), ({first: b"<html>log in</html>"}, "downloaded to")):
+        write(home, before)
+        code, out, err = pfedla("data", "fetch", name)
+        assert (code, f"{done} {home}" in out) == (0, True), err
+        assert {path.relative_to(home).as_posix() for path in home.rglob("*.*")} == files.keys()
+    write(home, {first: b"mine"})
+    write(host, {first: b"<html>log in</html>"})
+    code, _, err = pfedla("data", "fetch", name)
+    assert (code, first in err) == (2, True)
+    write(host, files)
+    assert pfedla("data", "fetch", name)[0] == 0
+
+
+def test_a_prepared_file_is_as_good_and_a_damaged_one_is_replaced(offer: Offer, pfedla) -> None:
+    files, home = SITES["heart-disease"](), KNOWN["heart-disease"].source.home
+    write(offer("heart-disease", {}), files)
+    write(home.parent / "sites", {"heart-disease.csv": heart_table()})
+    assert "already in" in pfedla("data", "fetch", "heart-disease")[1]
+    write(home.parent / "sites", {"heart-disease.csv": heart_table()[:-100]})
+    code, out, err = pfedla("data", "fetch", "heart-disease")
+    assert (code, "heart-disease.csv" in out, load("heart-disease").y.size > 700) == (0, True, True), err
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["watch", "sentiment"])
+def test_what_nobody_offers_says_which_file_to_put_where(tmp_path, monkeypatch, pfedla, name: str, damaged) -> None:
+    monkeypatch.setenv("PFEDLA_DATA_DIR", str(tmp_path / "data"))
+    (file,) = KNOWN[name].source.files
+    write(tmp_path / "data" / "sites", {file: b"damaged"} if damaged else {})
+    code, out, err = pfedla("data", "fetch", name)
+    named = (file, str(tmp_path / "data" / "sites"), {"watch": "seglearn", "sentiment": "vaderSentiment"}[name])
+    assert (code, all(word in err for word in named), file in out) == (2, True, damaged)

@@ -29,7 +29,7 @@ def put(name: str, files: dict[str, bytes]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_FILES if not name.startswith("cifar")])
+@pytest.mark.parametrize("name", [name for name in WITH_FILES if KNOWN[name].format == "idx"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_idx_sets(name: str, packed: bool) -> None:
     files = idx_files(name, 70)

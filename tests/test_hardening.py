@@ -28,8 +28,8 @@ from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.files import read_object, read_tensors, safe_name
 from pfedla.core.models import MODELS, build_model
 from pfedla.core.tasks import task_of
-from pfedla.data import dataset
-from pfedla.data.dataset import load_arrays
+from pfedla.data import arrays
+from pfedla.data.arrays import load_arrays
 from pfedla.data.federation import federation_of
 from pfedla.data.published import read_cifar, read_idx_pair
 from pfedla.report.reading import read_result, round_of
@@ -223,7 +223,7 @@ def test_bombs_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     packed = write_npz(tmp_path / "zeros.npz", zeros, zipfile.ZIP_DEFLATED)
     assert packed.stat().st_size < size / 500
     assert load_arrays(write_npz(tmp_path / "x.npz", small)).x.shape == (4, 1)
-    monkeypatch.setattr(dataset, "LARGEST_ARRAY", size + 200)
+    monkeypatch.setattr(arrays, "LARGEST_ARRAY", size + 200)
     for path in (packed, write_npz(tmp_path / "lzma.npz", small, zipfile.ZIP_LZMA)):
         with at_most(2**27), pytest.raises(PfedlaError, match=r"x\.npy"):
             load_arrays(path)

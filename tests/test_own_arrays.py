@@ -11,7 +11,8 @@ from torch import nn
 from pfedla.algorithms import create
 from pfedla.core.errors import PfedlaError
 from pfedla.core.tasks import task_of
-from pfedla.data.dataset import dataset_of, load_arrays, pixel_statistics
+from pfedla.data.arrays import load_arrays
+from pfedla.data.dataset import dataset_of, pixel_statistics
 from pfedla.data.federation import Federation, federation_of
 
 

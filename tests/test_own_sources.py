@@ -8,7 +8,8 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from pfedla.core.errors import PfedlaError
-from pfedla.data.dataset import dataset_of, load_arrays
+from pfedla.data.arrays import load_arrays
+from pfedla.data.dataset import dataset_of
 from pfedla.data.federation import build_federation, digest_of, federation_from, federation_of
 from pfedla.data.partition import Data
 

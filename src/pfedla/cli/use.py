@@ -163,7 +163,7 @@ def communication(
     entry = datasets.find(dataset)
     participation = Experiment.parse({"participation": participation}).participation
     name = model_for(entry.shape) if model == "auto" else model
-    layers = Layers.of(outline(name, entry.shape, entry.num_classes))
+    layers = Layers.of(outline(name, entry.shape, entry.num_outputs))
     retained = layers.positions(split_words(retain))
     traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained)
     down, up = traffic.down_bytes / MIB, traffic.up_bytes / MIB
@@ -184,7 +184,8 @@ def list_(as_json: Json = False) -> None:
     for name, entry in KNOWN.items():
         state, shape = state_of(name), "x".join(map(str, entry.shape))
         states[name] = {"here": state.here, "where": str(state.place or "")}
-        table.add_row(name, shape, str(entry.num_classes), entry.summary, state.says)
+        classes = str(entry.num_classes) if entry.task == "classification" else entry.task
+        table.add_row(name, shape, classes, entry.summary, state.says)
     table.add_row("file.npz", "any", "any", "arrays x, y; optionally client, test", "your own")
     table.add_row("file.csv", "any", "any", "a table (.csv, .tsv, .parquet): --label, --client", "your own")
     table.add_row("folder", "any", "any", "images: class/*.png or client/class/*.png (or .jpg)", "your own")
@@ -202,11 +203,14 @@ def fetch(names: Annotated[list[str], Argument(help="Names of `pfedla data list`
     for name in known:
         dataset, downloaded = datasets.fetch(name, say)
         where = f"{'downloaded to' if downloaded else 'already in'} {datasets.state_of(name).place or 'the package'}"
-        say(f"{name}: {len(dataset.y):,} examples of {len(dataset.classes)} classes, checked; {where}")
+        what = f"{len(dataset.classes)} classes" if dataset.task == "classification" else dataset.task
+        say(f"{name}: {len(dataset.y):,} examples of {what}, checked; {where}")
 
 
 @data_app.command()
-@with_settings(only=("dataset", "label", "client", "drop", "task", "partition", "clients", "samples", "seed"))
+@with_settings(
+    only=("dataset", "label", "client", "drop", "missing", "task", "partition", "clients", "samples", "seed")
+)
 def show(
     file: File = None,
     given: dict[str, Any] = {},  # noqa: B006 (never written into)

@@ -1,15 +1,12 @@
-"""Data sets are plain arrays, checked. Of their files nothing is unpickled, and no more is allocated than they hold."""
+"""Data sets are plain arrays, checked."""
 
-import zipfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pfedla.core.errors import PfedlaError, unknown
-from pfedla.core.files import check_size, read_plain_array
 from pfedla.core.trees import Tree, leaves, length, map_tree, take_rows
 
 Array = npt.NDArray[Any]
@@ -19,8 +16,6 @@ MOST_INPUTS = 16  # leaves of a tree of inputs
 FEW = 20  # floats that are whole numbers with at most so many different values are class labels
 TASKS = ("classification", "multilabel", "regression", "survival")
 STRATA = {"survival": ("censored", "event")}  # names of what the examples are split by, where they have no classes
-LARGEST_ARRAY = 2**33  # bytes
-LARGE, DENSEST = 2**28, 200  # an array of more than LARGE bytes may be at most DENSEST times its packed size
 
 
 class Column(NamedTuple):
@@ -51,6 +46,8 @@ class Dataset:
     targets: tuple[str, ...] = ()  # names of the model's outputs where they are not the classes
     vocabulary: int = 0  # token ids are below it; 0: there are none
     columns: tuple[Column, ...] = ()  # of a table
+    rows: Array | None = None  # where the examples are in their table, if rows were left out
+    warnings: tuple[str, ...] = ()  # about the examples that were left out
 
     @property
     def strata(self) -> Array:
@@ -65,9 +62,21 @@ class Dataset:
             raise PfedlaError(f"classes_limit = {num_classes}: the task is {self.task}, which has no classes")
         if num_classes > len(self.classes):
             raise PfedlaError(f"classes_limit = {num_classes}, {self.name} has only {len(self.classes)} classes")
-        arrays, kept = {"y": self.y, "client": self.client, "test": self.test}, self.y < num_classes
-        less: dict[str, Any] = {key: a[kept] for key, a in arrays.items() if a is not None}
-        return replace(self, **less, x=take_rows(self.x, kept), classes=self.classes[:num_classes])
+        return replace(self._take(self.y < num_classes), classes=self.classes[:num_classes])
+
+    def keep(self, kept: Array) -> "Dataset":
+        """Return the examples that have no missing value, with a warning; refuse to lose a client."""
+        if self.client is not None and (lost := np.setdiff1d(self.client, self.client[kept])).size:
+            every = f"every row of client {self.client_names[lost[0]]} has a missing value"
+            raise PfedlaError(f'{self.name}: {every}; use missing = "impute"')
+        count = f"{(~kept).sum():,} of {len(kept):,} rows have a missing value"
+        warning = f'{self.name}: {count} and are left out (missing = "drop")'
+        return replace(self._take(kept), rows=np.flatnonzero(kept), warnings=(warning,))
+
+    def _take(self, kept: Array) -> "Dataset":
+        arrays = {key: getattr(self, key) for key in ("y", "client", "test", "rows")}
+        less: dict[str, Any] = {key: array[kept] for key, array in arrays.items() if array is not None}
+        return replace(self, **less, x=take_rows(self.x, kept))
 
     def match(
         self, shape: Tree, classes: tuple[str, ...], *, pixels: bool, whose: str, task: str = "classification"
@@ -284,45 +293,3 @@ def _number(name: str, what: str, values: Any) -> tuple[tuple[str, ...], Array]:
     except (SystemError, ValueError):  # code points beyond Unicode, or half of a surrogate pair
         raise PfedlaError(f"{name}: {what} holds names that are not valid Unicode") from None
     return names, numbers.astype(np.int64)
-
-
-def load_arrays(path: Path, task: str = "auto") -> Dataset:
-    """Read x (or x.NAME of several inputs), y, and perhaps client (owners) and test (a mask): a .npz or .npy files."""
-    if not path.is_dir():
-        check_size(path)
-    try:
-        arrays = _read_arrays(path)
-    except Exception as error:  # numpy and zipfile raise many kinds on damaged files
-        advice = "save plain arrays with numpy.savez (names as y.astype(str))"
-        raise PfedlaError(f"{path}: cannot be read ({error}); {advice}") from None
-    parts = {key.removeprefix("x."): arrays.pop(key) for key in [*arrays] if key.startswith("x.")}
-    if missing := sorted({"x", "y"} - arrays.keys() - ({"x"} if parts else set())):
-        raise PfedlaError(f"{path}: no array {' and '.join(missing)}; give x, y and optionally client and test")
-    x = arrays.pop("x", parts)
-    return dataset_of(path.name, parts or x, **arrays, task=task)
-
-
-def _is_wanted(member: str, names: tuple[str, ...]) -> bool:
-    stem = member.removesuffix(".npy")
-    return stem != member and (stem in names or (stem.startswith("x.") and "/" not in stem))
-
-
-def _read_arrays(path: Path) -> dict[str, Any]:
-    arrays: dict[str, Any] = {}
-    if path.is_dir():  # of a site, which is one client
-        for member in sorted(
-            one for one in path.iterdir() if one.is_file() and _is_wanted(one.name, ("x", "y", "test"))
-        ):
-            with member.open("rb") as file:
-                arrays[member.stem] = read_plain_array(file, member.stat().st_size, member.name)
-        return arrays
-    with zipfile.ZipFile(path) as archive:
-        for name in sorted({one for one in archive.namelist() if _is_wanted(one, ("x", "y", "client", "test"))}):
-            packed = archive.getinfo(name)
-            if packed.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may unpack to any size
-                raise ValueError(f"{name} is packed in a way that numpy never does")
-            if (size := packed.file_size) > min(LARGEST_ARRAY, max(LARGE, DENSEST * packed.compress_size)):
-                raise ValueError(f"{name} would unpack to {size} bytes; save it unpacked, or save less")
-            with archive.open(packed) as file:
-                arrays[name.removesuffix(".npy")] = read_plain_array(file, size, name)
-    return arrays

@@ -15,8 +15,11 @@ from pydantic import BaseModel
 
 from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import sha256
-from pfedla.data.dataset import Dataset, load_arrays, pixel_statistics
+from pfedla.core.settings import AUTO
+from pfedla.data.arrays import load_arrays
+from pfedla.data.dataset import Dataset, pixel_statistics
 from pfedla.data.published import read_cifar, read_idx_pair
+from pfedla.data.sites import load_brca, load_heart, load_sentiment, load_watch
 
 
 class Source(BaseModel, frozen=True):
@@ -24,9 +27,11 @@ class Source(BaseModel, frozen=True):
 
     folder: str  # below the data directory
     files: tuple[str, ...]  # what the loader reads; a .gz may also be there unpacked
-    md5: dict[str, str]  # of the downloads, as published: the files themselves, or an archive
-    hosts: tuple[str, ...]  # tried in this order
+    md5: dict[str, str] = {}  # of the downloads, as published: the files themselves, or an archive
+    hosts: tuple[str, ...] = ()  # tried in this order; none: nobody offers the files in this form
     megabytes: int  # to download
+    prepared: str = ""  # one file below the data directory that may be there in place of `files`
+    origin: str = ""  # where the files come from, in words
     members: tuple[str, ...] = ()  # the files to take out of the archive; empty: the downloads are the files
     sha256: dict[str, str] = {}  # of the members, where published
     elsewhere: Path | None = None  # where a distribution's package puts the files
@@ -43,6 +48,12 @@ class Source(BaseModel, frozen=True):
     def lacking(self) -> str:
         return ", ".join(name for name in self.files if name not in self.find(self.home))
 
+    def advise(self) -> str:
+        """Return which files to put where, and where they come from."""
+        instead = f", or {Path(self.prepared).name} into {(data_directory() / self.prepared).parent}"
+        origin = f" ({self.origin})" if self.origin else ""
+        return f"put {', '.join(self.files)} into {self.home}{instead if self.prepared else ''}{origin}"
+
 
 class Known(BaseModel, frozen=True):
     """What is known of a data set before any file is read, and the paper's settings for it."""
@@ -58,10 +69,27 @@ class Known(BaseModel, frozen=True):
     samples_per_client: int | None = None  # None: as many as the partition allows
     classes_limit: int | None = None  # None: all
     source: Source | None = None  # None: embedded in a package
+    task: str = "classification"
+    metric: str = ""  # the headline metric; empty: the task's own
+    standardise: str = "none"
+    missing: str = ""  # what becomes of missing values; empty: there are none
+    label: str = ""  # of a table, the columns of another file in its form: for `pfedla evaluate` and `pfedla join`
+    client: str = ""
+    columns: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
         return self.classes_limit or len(self.classes)
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 if self.task == "survival" else self.num_classes
+
+    @property
+    def of_table(self) -> dict[str, str]:
+        """The settings of [data] that a table of the user's own would need."""
+        found = {"label": self.label, "client": self.client, "missing": self.missing}
+        return {key: value for key, value in found.items() if value}
 
 
 def _read_catalogue() -> dict[str, Known]:
@@ -71,8 +99,8 @@ def _read_catalogue() -> dict[str, Known]:
         entry: dict[str, Any] = catalogue.get(own.get("like"), {}) | own
         if source := entry.get("source"):
             start = f"emnist-{entry['split']}-" if "split" in entry else ""
-            files = [file for file in source.get("members", source["md5"]) if file.startswith(start)]
-            entry["source"] = source | {"files": files}
+            files = source.get("files") or source.get("members") or source["md5"]
+            entry["source"] = source | {"files": [file for file in files if file.startswith(start)]}
         known[name] = Known(**entry)
     return known
 
@@ -92,7 +120,7 @@ def data_directory() -> Path:
 
 
 class State(NamedTuple):
-    """Whether a data set is here, where (a folder, or a user's part of an EMNIST split: letters.npz), and in words."""
+    """Whether a data set is here, where (a folder, a prepared file, or a user's part of EMNIST), and in words."""
 
     here: bool
     place: Path | None
@@ -108,18 +136,24 @@ def state_of(name: str) -> State:
             return State(True, place, says=f"yes, {source.folder if place == source.home else place}")
     if known.split and (subset := source.home / f"{known.split}.npz").is_file():
         return State(True, subset, says=f"a subset, {source.folder}/{subset.name}")
+    if source.prepared and (prepared := data_directory() / source.prepared).is_file():
+        return State(True, prepared, says=f"yes, {source.prepared}")
     if source.find(source.home):
         return State(False, None, says=f"incomplete, {source.folder} lacks {source.lacking()}")
-    return State(False, None, says=f"no ({source.megabytes} MB)")
+    needs = f"{source.megabytes} MB" if source.hosts else f"needs {source.folder}/{source.lacking()}"
+    return State(False, None, says=f"no ({needs})")
 
 
-def load(name: str) -> Dataset:
-    """Load a data set of the catalogue."""
+def load(name: str, missing: str = AUTO) -> Dataset:
+    """Load a data set of the catalogue; `missing` as in [data]."""
     known, (here, place, _) = find(name), state_of(name)
     source, place = known.source, place or Path()
     if source and not here:
-        lacking = f"{source.home} lacks {source.lacking()}"
-        raise PfedlaError(f"{lacking}; `pfedla data fetch {name}` downloads {source.megabytes} MB")
+        offers = f"downloads {source.megabytes} MB" if source.hosts else "says where it comes from"
+        raise PfedlaError(f"{source.home} lacks {source.lacking()}; `pfedla data fetch {name}` {offers}")
+    if source and known.format in SITES:
+        paths = [place] if place.is_file() else [*source.find(place).values()]
+        return _load_site(known, paths, known.missing if missing == AUTO else missing)
     if place.suffix == ".npz":
         dataset = load_arrays(place)
         labels = {str(number): label for number, label in enumerate(known.classes)}
@@ -144,20 +178,35 @@ def load(name: str) -> Dataset:
     return Dataset(name=name, x=x, y=y, classes=known.classes, mean=mean, std=std)
 
 
+SITES = ("heart", "brca", "watch", "sentiment")  # formats
+
+
+def _load_site(known: Known, paths: list[Path], missing: str) -> Dataset:
+    if known.format == "heart":
+        return load_heart(paths, missing)
+    if known.format == "brca":
+        return load_brca(paths, known.columns)
+    return (load_watch if known.format == "watch" else load_sentiment)(paths[0], known.classes)
+
+
 def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:
     """Download a data set unless it is here and whole; return it, and whether it was downloaded."""
-    source, place = find(name).source, state_of(name).place
-    if source is None:
+    known, place = find(name), state_of(name).place
+    if (source := known.source) is None:
         return load(name), False
-    if place and place.is_dir():
+    damaged = False
+    if place and not (known.split and place.is_file()):  # a part of EMNIST is not what is asked for
         try:
             return load(name), False
         except PfedlaError as damage:
             on_damage(str(damage))
+            damaged = True
+    if not source.hosts:
+        raise PfedlaError(f"{name} is offered for download by nobody: {source.advise()}")
     folder = data_directory() if source.members else source.home
-    for file in source.md5:
+    for file in source.md5 or source.files:
         was_there = (folder / file).exists()
-        path = _retrieve(name, source, file, folder)
+        path = _retrieve(name, source, file, folder, again=damaged)
         if source.members:
             unpack(path, source)
             if not was_there:
@@ -165,21 +214,28 @@ def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:
     return load(name), True
 
 
-def _retrieve(name: str, source: Source, file: str, folder: Path) -> Path:
+def _retrieve(name: str, source: Source, file: str, folder: Path, *, again: bool) -> Path:
+    """Download a file, unless it is there with the published checksum, or (without one) not damaged."""
     import pooch
 
     pooch.get_logger().setLevel("WARNING")
-    folder.mkdir(parents=True, exist_ok=True)
-    reasons = []
+    path, md5, reasons = folder / file, source.md5.get(file), []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not md5 and path.exists() and not again:
+        return path
+    target = path if md5 else path.with_name(f".{path.name}.part")
+    if not md5:
+        target.unlink(missing_ok=True)  # else it would be taken for the file
     for url in (host + file for host in source.hosts):
         try:
-            return Path(pooch.retrieve(url, f"md5:{source.md5[file]}", fname=file, path=folder, progressbar=True))
+            pooch.retrieve(url, md5 and f"md5:{md5}", fname=target.name, path=target.parent, progressbar=True)
+            return target.replace(path)
         except Exception as error:  # pooch passes on whatever the network raised
             wrong = isinstance(error, ValueError) and "hash" in str(error)
             reasons.append(f"{url}: {'not the published checksum' if wrong else type(error).__name__}")
-    instead = f", or put {', '.join(source.files)} into {source.home}" if source.members else ""
     failed = f"{name} could not be downloaded ({'; '.join(reasons)})"
-    raise PfedlaError(f"{failed}: put it, whole, at {folder / file} and run this again{instead}")
+    whole = f"put it, whole, at {path} and run this again, or " if source.members else ""
+    raise PfedlaError(f"{failed}: {whole}{source.advise()}")
 
 
 def unpack(archive: Path, source: Source) -> None:

@@ -17,6 +17,7 @@ from pfedla.core.settings import AUTO, Auto
 from pfedla.core.training import normalise
 from pfedla.core.trees import Tree, leaves, map_tree
 from pfedla.data.dataset import Array, Column, Dataset, strata_of
+from pfedla.data.datasets import KNOWN
 from pfedla.data.partition import Data, Split, leaked_share, resolve, split_dataset
 from pfedla.data.scaling import Scaling, describe_columns, find_wild, is_numeric
 from pfedla.data.sources import combine, is_own_file, load_data, to_dataset
@@ -215,7 +216,10 @@ def build_federation(
     known: dict[str, Any] = {key: getattr(dataset, key) for key in copied} | {"names": names}
     pairs = ([(map_tree(lambda a, rows=rows: a[rows], dataset.x), dataset.y[rows]) for rows in part] for part in split)
     train, test = ([Examples(map_tree(torch.from_numpy, x), torch.from_numpy(y)) for x, y in part] for part in pairs)
-    standardise = ("site" if dataset.columns else "none") if data.standardise == AUTO else data.standardise
+    catalogued = KNOWN.get(data.dataset)
+    standardise: str = data.standardise
+    if standardise == AUTO:
+        standardise = catalogued.standardise if catalogued else "site" if dataset.columns else "none"
     known["warnings"] = tuple(
         _find_problems(dataset, split, names, scaled=standardise != "none" or scaling is not None)
     )
@@ -225,8 +229,10 @@ def build_federation(
         train, test = ([Examples(one.apply(x), y) for one, (x, y) in part] for part in parts)
     federation = Federation(train, test, dataset.classes, **known, leaked_share=leaked_share(*split))
     updates: dict[str, Any] = {}
-    if dataset.columns:
+    if dataset.columns or standardise != "none":
         updates["standardise"] = standardise
+    if catalogued:
+        updates |= {key: value for key, value in catalogued.of_table.items() if getattr(data, key) == AUTO}
     if data.partition != "client":
         updates["samples_per_client"] = sum(map(len, split[0] + split[1])) // len(federation)
     if is_own_file(data.dataset):
@@ -254,7 +260,7 @@ def _measure(dataset: Dataset, split: Split, standardise: str, scaling: Scaling 
 
 def _find_problems(dataset: Dataset, split: Split, names: Sequence[str], *, scaled: bool) -> list[str]:
     """Return warnings: features whose scale is wild, clients with a single test example."""
-    found, x = [], dataset.x
+    found, x = [*dataset.warnings], dataset.x
     if not scaled and isinstance(x, np.ndarray) and x.ndim == 2 and x.dtype == np.float32:
         found += find_wild(dataset.name, x, dataset.columns)
     if dataset.task == "regression" and (size := float(np.abs(dataset.y).max())) > LARGE_TARGET:

@@ -63,9 +63,13 @@ def dataset_of_frame(
     if "test" in frame and "test" not in given:
         given["test"] = _read_test(name, frame["test"])
     features = frame.drop(columns=[*labels, *dropped, client, "test"], errors="ignore")
-    columns = tuple(columns) or _find_columns(name, features, data)
+    kept = np.ones(len(frame), bool)
+    if data.missing == "drop":
+        kept = _find_complete(name, features, [one.name for one in columns], data.text)
+    columns = tuple(columns) or _find_columns(name, features[kept], data)
     x, vocabulary = encode(name, features, columns)
-    return dataset_of(name, x, **given, task=task, columns=columns, vocabulary=vocabulary)
+    dataset = dataset_of(name, x, **given, task=task, columns=columns, vocabulary=vocabulary)
+    return dataset if kept.all() else dataset.keep(kept)
 
 
 def _find_labels(name: str, frame: "DataFrame", label: str) -> list[str]:
@@ -112,6 +116,18 @@ def _numbers(name: str, column: "Series") -> Array:
             f"{name}: row {row + 1} of column {column.name!r} is no finite number: {column.iloc[row]!r:.40}"
         )
     return values
+
+
+def _find_complete(name: str, frame: "DataFrame", columns: Sequence[str], text: str) -> Array:
+    """Return which rows have a value in every column that is used."""
+    used = frame[[one for one in columns if one in frame] or ([text] if text in frame else [*frame])]
+    there = used.notna()
+    kept: Array = there.all(axis=1).to_numpy(bool)
+    if not kept.any():
+        worst = there.sum().idxmin()
+        advice = 'leave it out with --drop, or use missing = "impute"'
+        raise PfedlaError(f"{name}: every row has a missing value, most of them in column {worst!r}; {advice}")
+    return kept
 
 
 def _find_columns(name: str, frame: "DataFrame", data: Data) -> tuple[Column, ...]:
@@ -170,10 +186,18 @@ def encode(name: str, frame: "DataFrame", columns: Sequence[Column]) -> tuple[Tr
             parts.append(_numbers(name, frame[column.name])[:, None])
         else:  # missing, or a category that the run has not seen: all zeros
             # Filled first: beside NaN, numpy would cut every word to one letter.
-            values = frame[column.name].astype(object).fillna("").astype(str).to_numpy(str)
+            values = _words(frame[column.name])
             parts.append(values[:, None] == np.array(column.categories)[None])
             parts[-1] &= frame[column.name].notna().to_numpy()[:, None]
     return np.concatenate(parts, axis=1).astype(np.float32), 0
+
+
+def _words(column: "Series") -> Array:
+    """Return the cells as words; a code is the same word whether its column is read as 2 or, beside a gap, as 2.0."""
+    if column.dtype.kind == "f" and (column.dropna() % 1 == 0).all():
+        column = column.astype("Int64")
+    words: Array = column.astype(object).fillna("").astype(str).to_numpy(str)
+    return words
 
 
 def tokenize(name: str, texts: "Series", column: Column) -> tuple[Tree, int]:

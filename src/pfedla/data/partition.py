@@ -62,7 +62,10 @@ class Data(Section):
     """Tokens of a text: longer ones are cut, shorter ones padded. auto: 128."""
     standardise: Annotated[Literal["site", "shared", "none"] | Auto, Option("standardise")] = AUTO
     """Give every numeric feature mean 0 and standard deviation 1 over the training examples of each client (site) or
-    of all clients (shared). auto: site for tables, none for arrays."""
+    of all clients (shared). auto: site for tables and watch, none for arrays."""
+    missing: Annotated[Literal["drop", "impute"] | Auto, Option("missing")] = AUTO
+    """Rows of a table that lack a value: leave them out (drop), or use the mean of the training rows for a number and
+    no category for a word (impute). auto: impute; heart-disease drop."""
     classes_limit: Annotated[int, Field(ge=2, le=10**6)] | Auto = AUTO
     """Use only the first classes. auto: all; emnist 10, partition toy 9."""
     partition: Annotated[Partition | Auto, Option("partition")] = AUTO

@@ -10,11 +10,13 @@ from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.settings import AUTO
 from pfedla.core.trees import Tree, leaves, map_tree
 from pfedla.data import datasets
-from pfedla.data.dataset import Array, Column, Dataset, dataset_of, load_arrays
+from pfedla.data.arrays import load_arrays
+from pfedla.data.dataset import Array, Column, Dataset, dataset_of
 from pfedla.data.folders import load_images
 from pfedla.data.frames import ENDINGS, dataset_of_frame, read_table
 from pfedla.data.partition import Data
 
+FOR_TABLES = ("label", "client", "drop", "text", "tokenizer", "missing")  # settings of [data]
 LABEL_KEYS = ("label", "labels")  # of items that are dicts
 
 
@@ -26,7 +28,12 @@ def is_own_file(name: str) -> bool:
 def load_data(data: Data, task: str = AUTO, path: Path | None = None, columns: Sequence[Column] = ()) -> Dataset:
     """Load the data set of the section, or `path` in the same way: with the columns of the run, if it has any."""
     if path is None and not is_own_file(data.dataset):
-        dataset = datasets.load(data.dataset)
+        known = datasets.find(data.dataset)
+        for key in FOR_TABLES:
+            may_be = ("drop", "impute") if key == "missing" and known.missing else (known.of_table.get(key),)
+            if getattr(data, key) not in (AUTO, *may_be):
+                raise PfedlaError(f"{key} = {getattr(data, key)!r} is for your own tables; leave it out")
+        dataset = datasets.load(data.dataset, data.missing)
         if task not in (AUTO, dataset.task):
             raise PfedlaError(f"task = {task!r}: {data.dataset} is for {dataset.task}")
         return dataset
@@ -35,7 +42,7 @@ def load_data(data: Data, task: str = AUTO, path: Path | None = None, columns: S
         return dataset_of_frame(path.name, read_table(path), data, task, columns)
     if columns:
         raise PfedlaError(f"{path}: the run was made of a table; give a file {', '.join(ENDINGS)} with its columns")
-    if unused := [key for key in ("label", "client", "drop", "text", "tokenizer") if getattr(data, key) != AUTO]:
+    if unused := [key for key in FOR_TABLES if getattr(data, key) != AUTO]:
         raise PfedlaError(f"{unused[0]} is for tables ({', '.join(ENDINGS)}), {path.name} is not one; leave it out")
     if path.is_dir() and not any(path.glob("*.npy")):
         return load_images(path)

@@ -14,12 +14,15 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 from pfedla import __version__
 from pfedla.core.errors import PfedlaError, invalid
 from pfedla.core.settings import Section
+from pfedla.data.dataset import Column
 from pfedla.data.federation import Outline
+from pfedla.data.scaling import Scaling
 from pfedla.runs.build import Built, build_around
 from pfedla.runs.experiment import Experiment
 
 Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 OUTLINE = ("shape", "classes", "mean", "std", "names", "targets")
+JSON = (*OUTLINE, "keys", "class_counts", "columns", "scaling")
 
 
 class Deployment(Section):
@@ -44,8 +47,10 @@ class Deployment(Section):
     keys: tuple[str, ...]  # client i is the node with the i-th public key (OpenSSH)
     class_counts: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of a public data set, as in `Outline`
     fingerprint: str = ""  # of a public data set
+    columns: tuple[Column, ...] = ()  # of a public table
+    scaling: tuple[dict[str, tuple[float, ...]], ...] = ()  # of each client of public data, as in federation.json
 
-    @field_validator(*OUTLINE, "keys", "class_counts", mode="before")
+    @field_validator(*JSON, mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
@@ -76,6 +81,7 @@ class Deployment(Section):
             raise PfedlaError(f"pfedla {__version__} is installed here, the federation runs {self.version}")
         nobody = torch.zeros(len(self.keys), dtype=torch.int64)  # a client has no examples until it joins
         known: dict[str, Any] = {key: getattr(self, key) for key in OUTLINE} | {"known_fingerprint": self.fingerprint}
-        known |= {"task": self.task, "vocabulary": self.vocabulary}
+        known |= {"task": self.task, "vocabulary": self.vocabulary, "columns": self.columns}
+        known["scaling"] = tuple(map(Scaling.from_lists, self.scaling)) or None
         known["known_counts"] = np.array(self.class_counts) if self.class_counts else None
         return build_around(self.experiment, Outline(num_examples=nobody, **known))

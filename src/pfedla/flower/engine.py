@@ -4,6 +4,7 @@ Client i is the node with the i-th public key. The server remembers the round of
 upload, its `base`: the client continues from its private state after that round. Base 0: it has not trained.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class FlowerEngine:
                 if isinstance(reply, Failure):
                     raise PfedlaError(f"{reply.reason}: {reply.detail}")
                 numbers = read_numbers(reply, *names)
-                if objective.metric.percent and not 0 <= numbers[0] <= 1:
+                if objective.metric.percent and not (math.isnan(numbers[0]) or 0 <= numbers[0] <= 1):  # nan: undefined
                     raise PfedlaError(f"its {objective.headline} is {numbers[0]}")
                 metrics[client] = numbers
             except PfedlaError as error:

@@ -59,7 +59,8 @@ def plan_deployment(experiment: Experiment, own: dict[str, Any] | None, folder: 
         experiment, known = built.experiment, built.federation
         if known.subset:
             raise PfedlaError(f"{experiment.data.dataset} is read from {known.subset}; sites may not have it")
-        outline = {key: getattr(known, key) for key in (*OUTLINE, "task", "vocabulary")}
+        outline = {key: getattr(known, key) for key in (*OUTLINE, "task", "vocabulary", "columns")}
+        outline["scaling"] = [one.to_lists() for one in known.scaling or ()]
         outline |= {"class_counts": np.asarray(known.class_counts()).tolist(), "fingerprint": known.fingerprint()}
     else:
         clients = experiment.data.clients

@@ -62,12 +62,15 @@ def where(result: Mapping[str, Any]) -> str:
 
 
 def warnings(results: Sequence[Values]) -> list[str]:
-    """Return what a reader must know beside the numbers: leaking test data, injected faults, attackers."""
+    """Return what a reader must know beside the numbers: leaking test data, undefined scores, faults, attackers."""
     lines, first = [], results[0] if results else {}
     shares = sorted(round(100 * result["leaked_test_share"]) for result in results)
     if any(result["overlapping"] for result in results):
         leaked = " to ".join(map(str, dict.fromkeys((shares[0], shares[-1]))))
         lines.append(f"OVERLAPPING clients: {leaked} % of the test examples are training examples of another client.")
+    if undefined := max((result["score"]["per_client"].count(None) for result in results), default=0):
+        label, clients = Metric.of(first).label, f"{undefined} of {first['clients']} clients"
+        lines.append(f"No {label} for {clients}, for example as a class is absent there. Means are over the others.")
     if faults := first.get("faults"):
         lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
     if "attackers" in first:

@@ -123,14 +123,14 @@ def run_cells(entries: Sequence[Entry], runs: Path, display: Display, stopping: 
 
 
 def run_cell(
-    cell: Cell, runs: Path, load: Callable[[str], Any], display: Display, stopping: Stopping, threads: int
+    cell: Cell, runs: Path, load: Callable[[str, str], Any], display: Display, stopping: Stopping, threads: int
 ) -> None:
     path, what = runs / cell.folder, f"{cell.row}, {cell.column}"
     display.begin(what, cell.experiment.seed)
     engine = cell.experiment.engine.model_copy(update={"threads": threads})
     experiment = cell.experiment.model_copy(update={"engine": engine})
     try:
-        built = build(experiment, load(experiment.data.dataset))
+        built = build(experiment, load(experiment.data.dataset, experiment.data.missing))
         folder = RunFolder(path, resume=True)
         Run(built, folder, display=display, stopping=stopping, pictures=False).complete()
         write_text(path / COMMIT, json.dumps(describe_version()) + "\n")

@@ -55,9 +55,11 @@ def check_federation(federation: object) -> None:
 
 
 def choose_objective(experiment: Experiment, federation: Outline) -> Objective:
-    """Return what is learned: the experiment's task and metric, where they are "auto" the federation's."""
+    """Return what is learned: the experiment's task and metric; where they are "auto", the data set's."""
     objective = OBJECTIVES[federation.task if experiment.task == AUTO else experiment.task]
-    return objective if experiment.metric == AUTO else objective.with_headline(experiment.metric)
+    known = datasets.KNOWN.get(experiment.data.dataset)
+    metric = (known.metric if known else "") if experiment.metric == AUTO else experiment.metric
+    return objective.with_headline(metric) if metric else objective
 
 
 def build_around(
@@ -66,12 +68,15 @@ def build_around(
     """Build an experiment whose federation is known, around the caller's module (`simulate`) or one of our models."""
     model, training, section = experiment.model, experiment.training, experiment.algorithm
     num_clients, num_outputs, lr = len(federation), len(federation.outputs), DEFAULT_LR
-    objective = objective or choose_objective(experiment, federation)
+    known = datasets.KNOWN.get(experiment.data.dataset)
+    resolved: dict[str, Any] = {}
+    if objective is None:
+        objective = choose_objective(experiment, federation)
+        resolved = {"metric": known.metric} if known and known.metric and experiment.metric == AUTO else {}
     if module is None:
         model = models.model_for(federation.shape) if model == AUTO else model
         draws = generator(experiment.seed, "model")
         module = models.build_model(model, federation.shape, num_outputs, draws, federation.vocabulary)
-        known = datasets.KNOWN.get(experiment.data.dataset)
         lr = known.lr if known else DEFAULT_LR
     if training.momentum and training.optimizer == "adamw":
         raise PfedlaError(f"momentum = {training.momentum} is for sgd; leave it out with adamw")
@@ -91,7 +96,7 @@ def build_around(
     method.check(num_clients)
     check_faults(experiment.faults, num_clients, training.local_epochs)
     options = algorithms.resolve_options(section.name, section.options)
-    resolved: dict[str, Any] = {"model": model, "training": training}
+    resolved |= {"model": model, "training": training}
     resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
     resolved["engine"], note = resolve_engine(experiment.engine, task, *batch)
     if objective.name in OBJECTIVES and objective.name != "classification":

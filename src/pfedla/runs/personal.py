@@ -325,7 +325,8 @@ def _read_examples(personal: PersonalClient, path: Path) -> Given:
             raise PfedlaError(f"{path} has changed since the model was made; give a file of other examples")
     examples = to_examples(replace(dataset, x=take_rows(dataset.x, rows), y=dataset.y[rows]))
     _refuse_trained(personal, path, examples.x, is_split=dataset.test is not None)
-    return Given(examples, np.flatnonzero(rows), raw=True)
+    places = np.flatnonzero(rows) if dataset.rows is None else dataset.rows[rows]
+    return Given(examples, places, raw=True)
 
 
 def _refuse_trained(personal: PersonalClient, path: Path, x: Tree, *, is_split: bool) -> None:
