@@ -66,6 +66,7 @@ class Known(BaseModel, frozen=True):
     mean: tuple[float, ...] = ()  # as a share of 255; empty: those of the training images
     std: tuple[float, ...] = ()
     split: str = ""  # of EMNIST
+    fold: str = ""  # whose ready test split is used, where the data have several
     samples_per_client: int | None = None  # None: as many as the partition allows
     classes_limit: int | None = None  # None: all
     source: Source | None = None  # None: embedded in a package
@@ -183,7 +184,7 @@ SITES = ("heart", "brca", "watch", "sentiment")  # formats
 
 def _load_site(known: Known, paths: list[Path], missing: str) -> Dataset:
     if known.format == "heart":
-        return load_heart(paths, missing)
+        return load_heart(paths, missing, fold=known.fold)
     if known.format == "brca":
         return load_brca(paths, known.columns)
     return (load_watch if known.format == "watch" else load_sentiment)(paths[0], known.classes)

@@ -55,10 +55,11 @@ DOMAINS = {"tweets": 4_200, "amazon": 3_708, "film": 10_605, "editorials": 5_190
 MOST_VALENCE, NEUTRAL, BUCKETS = 4, 0.5, 1024
 
 
-def load_heart(files: Sequence[Path], missing: str) -> Dataset:
+def load_heart(files: Sequence[Path], missing: str, *, fold: str = "") -> Dataset:
     """Read the prepared table, or the official file of each hospital.
 
     missing = "drop": FLamby's ten features and the patients that have them all; "impute": everybody, all thirteen.
+    fold = "flamby": mark the test patients of FLamby's split.
     """
     names = [*ATTRIBUTES]
     if len(files) == 1:
@@ -78,7 +79,22 @@ def load_heart(files: Sequence[Path], missing: str) -> Dataset:
     there = np.isfinite(table[:, : len(names)]).sum(axis=1) == len(names)
     x, columns = _encode(table, {name: ATTRIBUTES[name] for name in names})
     dataset = dataset_of("heart-disease", x, (table[:, -1] > 0).astype(np.int64), client=owners, columns=columns)
-    return dataset if missing == "impute" or there.all() else dataset.keep(there)
+    dataset = dataset if missing == "impute" or there.all() else dataset.keep(there)
+    return replace(dataset, test=_draw_flamby_split(dataset)) if fold else dataset
+
+
+def _draw_flamby_split(dataset: Dataset) -> Array:
+    """Return FLamby's test patients: 34 % of each hospital, stratified where each label has more than two patients."""
+    from sklearn.model_selection import train_test_split
+
+    test = np.zeros(len(dataset.y), bool)
+    for site in range(len(dataset.client_names)):
+        rows = np.flatnonzero(dataset.client == site)
+        labels = dataset.y[rows]
+        stratify = labels if np.bincount(labels, minlength=2).min() > 2 else None
+        parts = train_test_split(rows, test_size=1.0 - 0.66, train_size=0.66, random_state=43, stratify=stratify)
+        test[parts[1]] = True
+    return test
 
 
 def load_brca(files: Sequence[Path], covariates: Sequence[str]) -> Dataset:
