@@ -15,7 +15,7 @@ from typing import Any
 from pfedla.report.methods import MethodTable
 from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_mean
-from pfedla.report.significance import analyse, compare
+from pfedla.report.significance import compare
 from pfedla.report.tables import markdown_table
 from pfedla.reproduction.summaries import collect_rows, read_summary
 
@@ -137,20 +137,16 @@ JOINING_ROWS = {  # label -> key in joining.jsonl, local epochs of the unseen cl
 
 
 def joining_table() -> str:
-    """By setting: mean accuracy of the unseen clients ± standard error over seeds; bold as in comparisons."""
+    """By setting: mean accuracy of the unseen clients ± standard error over seeds."""
     settings: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines("joining.jsonl"):
         settings.setdefault(f"{line['dataset']}, `{line['partition']}`", []).append(line)
     lines = [["", *settings, "local epochs of the unseen client"], *([row] for row in JOINING_ROWS)]
     seen = ["*seen clients: FedAvg, pFedLA held-out*"]
     for some in settings.values():
-        found = {
-            row: {n: line["accuracy"][key] for n, line in enumerate(some)} for row, (key, _) in JOINING_ROWS.items()
-        }
-        analysis = analyse(found, sign=1)
         for line in lines[1:]:
-            shown = show_mean([100 * statistics.mean(scores) for scores in found[line[0]].values()], Metric())
-            line.append(f"**{shown}**" if line[0] in analysis.bold else shown)
+            key, _ = JOINING_ROWS[line[0]]
+            line.append(show_mean([100 * statistics.mean(one["accuracy"][key]) for one in some], Metric()))
         methods = ("fedavg", "pfedla-heldout")
         means = [100 * statistics.mean(line["took_part"][name] for line in some) for name in methods]
         seen.append(", ".join(f"{mean:.1f}" for mean in means))
