@@ -17,6 +17,7 @@ from pfedla.algorithms import find, resolve_options
 from pfedla.core.contracts import generator
 from pfedla.core.errors import GaveUpError, PfedlaError, unknown
 from pfedla.core.files import write_text
+from pfedla.core.rounds import NOT_FINITE
 from pfedla.core.search import LR_SPAN, Choice, Epochs, Range
 from pfedla.data.sources import load_data
 from pfedla.report.figures import draw_tuning
@@ -200,13 +201,15 @@ def read_value(run: Run) -> float:
     """Return the mean score of a run that has no rounds left; GaveUpError if there is none, or a model diverged."""
     result, simulation = run.finish(), run.simulation
     assert simulation is not None
-    # The metric of a client whose model is broken may be undefined: the mean of the others would be too good.
-    broken = int((~simulation.loss[run.honest].isfinite()).sum())
+    # A client whose training diverges keeps an older model, or has no score: the mean would be too good.
+    broken = ~simulation.loss.isfinite()
+    if run.experiment.faults.attack != "nan":
+        broken[[client for client, reasons in simulation.failures.items() if NOT_FINITE.reason in reasons]] = True
     value: float | None = honest_part(result)["score"]["mean"]
-    if broken or value is None:
-        raise GaveUpError(
-            f"the models of {broken} clients diverged" if broken else "the metric is undefined everywhere"
-        )
+    if diverged := int((broken & run.honest).sum()):
+        raise GaveUpError(f"training diverged on {diverged} clients")
+    if value is None:
+        raise GaveUpError(f"{run.display.metric.label} is undefined for every client")
     return value
 
 
