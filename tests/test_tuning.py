@@ -286,7 +286,7 @@ def test_the_folder_of_another_tuning_is_refused(tmp_path: Path) -> None:
         again(experiments("fedavg"), 2, resume=True)
 
 
-COMMAND = [sys.executable, "-m", "pfedla", "tune", "-a", "fedrep,pfedla", *map(str, QUICK), "--trials", "8"]
+COMMAND = [sys.executable, "-m", "pfedla", "tune", "-a", "fedrep,pfedla", *map(str, QUICK), "--trials", "7"]
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_killed_again_and_again_it_ends_as_any_other(number: signal.Signals, tmp
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*COMMAND, "--out", str(whole), "-q"], check=True)
     draws, reached = random.Random(7), [0]
-    for _ in range(6):
+    for _ in range(4):
         words = [*COMMAND, "--out", str(cut), "--resume"]
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
             while len(journal(cut) if (cut / JOURNAL).exists() else ()) <= reached[-1] and process.poll() is None:
@@ -308,7 +308,7 @@ def test_killed_again_and_again_it_ends_as_any_other(number: signal.Signals, tmp
         assert process.returncode in (-number, 130)
         assert number == signal.SIGKILL or f"--resume --out {cut}" in said
         reached.append(len(journal(cut)))
-    assert len(reached) > 3
+    assert len(reached) > 2
     subprocess.run([*COMMAND, "--out", str(cut), "--resume", "-q"], check=True)
     assert journal(cut) == journal(whole)
     assert (cut / TUNED).read_bytes() == (whole / TUNED).read_bytes()
