@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from pfedla.algorithms import ALGORITHMS, options_model
 from pfedla.core.models import MODELS
+from pfedla.core.search import Choice, Epochs, Range
 from pfedla.runs.experiment import Experiment, list_settings
 
 PAGE = Path(__file__).parent / "experiment-file.md"
@@ -91,7 +92,17 @@ def describe_method(name: str) -> str:
     kind = ALGORITHMS[name]
     title = f"\n### {name}\n\n[{kind.summary}](algorithms/{PAGES.get(name, name)}.md)"
     model = options_model(name)
-    return f"{title}.\n\n{tabulate(model)}" if model.model_fields else f"{title}; no options."
+    text = f"{title}.\n\n{tabulate(model)}" if model.model_fields else f"{title}; no options."
+    searched = [f"`{option}` {describe_search(search)}" for option, search in kind.search.items()]
+    return f"{text}\n\n[Tuning](tuning.md) searches {'; '.join(searched)}." if searched else text
+
+
+def describe_search(search: Range | Choice | Epochs) -> str:
+    if isinstance(search, Choice):
+        return f"among {list_choices(search.values)}"
+    if isinstance(search, Epochs):
+        return f"from 1 to `local_epochs`{f' - {search.spare}' if search.spare else ''}"
+    return f"from {search.low:g} to {search.high:g}"
 
 
 def render() -> str:

@@ -153,6 +153,13 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "starter in a full folder": ("full", ("new", "full")),
     "report of nothing": ("nope", ("report", "nope")),
     "resume of no comparison": ("full", ("compare", "full", "--resume")),
+    "tuning of a method misspelled": ("did you mean 'pfedla'", ("tune", *RUN[1:], "-a", "pfedle")),
+    "tuning without trials": ("--trials 0", ("tune", *RUN[1:], "-a", "local", "--trials", "0")),
+    "tuning of nothing": ("at least one", ("tune", *RUN[1:], "-a", ",")),
+    "tuning in a full folder": ("full", ("tune", *RUN[1:], "-a", "local", "--out", "full")),
+    "resume of no tuning": ("full", ("tune", *RUN[1:], "-a", "local", "--out", "full", "--resume")),
+    "tuning of clients that share examples": ("overlapping", ("tune", *RUN[1:], "--set", "data.overlapping=true")),
+    "methods that are no list": ("methods", ("tune", "methods.toml")),
 }
 
 
@@ -164,6 +171,7 @@ def test_on_the_command_line(pfedla, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "bad.py").write_text("1 / 0")
+    (tmp_path / "methods.toml").write_text('methods = "local"')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     names, words = COMMANDS[case]

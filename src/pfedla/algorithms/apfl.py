@@ -1,11 +1,14 @@
 """APFL: Deng et al., "Adaptive Personalized Federated Learning", 2020, Algorithm 1."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.core.optimizers import check_plain
+from pfedla.core.search import Choice, Space
 from pfedla.core.settings import AUTO, Auto, Chance, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
@@ -18,6 +21,7 @@ MIXING = "apfl/mixing"
 class APFL(PartialFedAvg):
     name = "apfl"
     summary = "a mix of one's own model and the global one"
+    search: ClassVar[Space] = {"mixing": Choice((0.25, 0.5, 0.75))}
     mixing: Chance = 0.5
     """α, the share of the client's own model; if it is learned, its start."""
     adaptive: bool = True

@@ -1,7 +1,10 @@
 """Ditto: Li et al., "Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1."""
 
+from typing import ClassVar
+
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, resolve_epochs, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
+from pfedla.core.search import Epochs, Range, Space
 from pfedla.core.settings import AUTO, Auto, Factor, Positive
 from pfedla.core.training import sgd
 
@@ -12,6 +15,7 @@ GLOBAL = "global/"  # before the names of the statistics that belong to w; v_k h
 class Ditto(PartialFedAvg):
     name = "ditto"
     summary = "FedAvg, and a model of one's own pulled towards it"
+    search: ClassVar[Space] = {"penalty": Range(0.03, 3), "personal_epochs": Epochs()}
     penalty: Factor = 1.0
     """λ, how strongly the personal model is pulled to the global one. 0: not at all."""
     personal_epochs: Positive | Auto = AUTO

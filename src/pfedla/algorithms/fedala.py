@@ -1,6 +1,6 @@
 """FedALA: Zhang et al., "Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -8,6 +8,7 @@ from pydantic import Field
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_layers, strip_prefix
 from pfedla.core.contracts import ClientState, LocalData, LocalResult, Params, Payload
 from pfedla.core.layers import finite_or
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import Natural, Rate
 from pfedla.core.training import batches
 
@@ -18,6 +19,7 @@ class FedALA(PartialFedAvg):
     name = "fedala"
     summary = "FedAvg from an element-wise mix with one's own last layers"
     personalizes_on_data = True
+    search: ClassVar[Space] = {"weight_lr": Range(0.1, 10)}
     adaptive_layers: Natural = 1
     """p, how many layers are mixed, counted from the output; the layers below are the global ones."""
     sample_share: Annotated[float, Field(gt=0, le=1)] = 0.8

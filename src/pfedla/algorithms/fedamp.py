@@ -1,17 +1,21 @@
 """FedAMP: Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021, Algorithm 1."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from pfedla.algorithms.partial import MixedModels
 from pfedla.algorithms.similarity import compare
 from pfedla.core.contracts import ClientState, LocalData, Params, Payload, ServerState
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import Factor, Rate
 
 
 class FedAMP(MixedModels):
     name = "fedamp"
     summary = "a mean of all models, the nearer ones weighing more"
+    search: ClassVar[Space] = {"sigma": Range(1, 1000), "penalty": Range(0.01, 1)}
     sigma: Rate = 10.0
     """σ, the squared distance over which attention fades."""
     step_size: Rate = 1.0

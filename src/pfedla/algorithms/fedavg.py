@@ -1,8 +1,11 @@
 """FedAvg: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017."""
 
+from typing import ClassVar
+
 from pfedla.algorithms.partial import PartialFedAvg, resolve_epochs
 from pfedla.core.contracts import ClientState, LocalData, Params, Payload
 from pfedla.core.layers import finite_or
+from pfedla.core.search import Epochs, Space
 from pfedla.core.settings import AUTO, Auto, Positive
 from pfedla.core.training import sgd
 
@@ -17,6 +20,7 @@ class FineTuned(PartialFedAvg):
     """Abstract: the whole model is fine-tuned on the client's training data before use."""
 
     personalizes_on_data = True
+    search: ClassVar[Space] = {"fine_tuning_epochs": Epochs()}
     fine_tuning_epochs: Positive | Auto = AUTO
     """Epochs of fine-tuning the whole model before use, at most the local budget. auto: all of it."""
 

@@ -1,6 +1,6 @@
 """FedFomo: Zhang et al., "Personalized Federated Learning with First Order Model Optimization", ICLR 2021, sec. 3."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -9,6 +9,7 @@ from torch import Tensor
 from pfedla.algorithms.partial import KeptModels, add_prefix, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent, generator
 from pfedla.core.layers import Params, put_, rows_of, take
+from pfedla.core.search import Choice, Space
 from pfedla.core.settings import Chance, Natural
 from pfedla.core.training import evaluate, sgd
 
@@ -20,6 +21,7 @@ class FedFomo(KeptModels):
     name = "fedfomo"
     summary = "the own model and a few others', mixed by their held-out loss"
     personalizes_on_data = True
+    search: ClassVar[Space] = {"candidates": Choice((2, 5, 10)), "validation_share": Choice((0.1, 0.2, 0.3))}
     candidates: Natural = 5
     """M, how many other clients' models each client is sent, at most all."""
     epsilon: Chance = 0.3

@@ -1,8 +1,11 @@
 """FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021."""
 
+from typing import ClassVar
+
 from pfedla.algorithms.partial import PrivateByName, Trained, resolve_epochs
 from pfedla.core.contracts import LocalData, Params
 from pfedla.core.errors import NotApplicableError, PfedlaError
+from pfedla.core.search import Epochs, Space
 from pfedla.core.settings import AUTO, Auto, Natural
 from pfedla.core.training import sgd
 
@@ -10,6 +13,7 @@ from pfedla.core.training import sgd
 class FedRep(PrivateByName):
     name = "fedrep"
     summary = "a shared body, a head of one's own; trained in turn"
+    search: ClassVar[Space] = {"head_epochs": Epochs(spare=1)}  # one at least for the body
     head_epochs: Natural | Auto = AUTO
     """Epochs of the head; the rest of the local budget trains the body. auto: half, rounded down."""
 

@@ -1,5 +1,7 @@
 """Per-FedAvg: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020, Alg. 1."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.core.layers import finite_or, weighted_mean
 from pfedla.core.optimizers import check_plain
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import AUTO, Auto, Factor, Rate
 from pfedla.core.tasks import descend
 from pfedla.core.training import batches
@@ -16,6 +19,7 @@ class PerFedAvg(PartialFedAvg):
     name = "per-fedavg"
     summary = "a common start, adapted by one step on one's own data"
     personalizes_on_data = True
+    search: ClassVar[Space] = {"inner_lr": Range(0.001, 0.3)}
     inner_lr: Factor = 0.01
     """α, the learning rate of the step that adapts the common model to a client."""
     beta: Rate | Auto = AUTO

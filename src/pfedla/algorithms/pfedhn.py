@@ -1,6 +1,6 @@
 """pFedHN: Shamsian et al., "Personalized Federated Learning using Hypernetworks", ICML 2021, Algorithm 1."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from pfedla.algorithms.partial import PartialFedAvg, draw_linears
 from pfedla.core.contracts import Cohort, Params, Payload, ServerState, all_sent, generator
 from pfedla.core.errors import check_affordable
 from pfedla.core.layers import take
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import Factor, Rate
 
 EMBEDDING = "embedding"
@@ -21,6 +22,7 @@ TRUNK_DEPTH = 4  # as in the paper's code
 class PFedHN(PartialFedAvg):
     name = "pfedhn"
     summary = "one hypernetwork writes every client's weights"
+    search: ClassVar[Space] = {"hypernetwork_lr": Range(0.001, 0.1)}
     hypernetwork_lr: Rate = 0.01
     """Learning rate of the hypernetwork."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -12,6 +12,7 @@ from pfedla.algorithms.partial import MixedModels, check_layers, draw_linears
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
 from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, stack, take
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import Natural, Positive, Rate
 
 WIDTH = 100  # of the embedding and of the trunk's layers
@@ -130,6 +131,7 @@ class LearnedMix(MixedModels):
     """Abstract: pFedLA; a method may retain layers, or learn the weights from another gradient."""
 
     damped: ClassVar[bool] = False  # see LayerWeightHypernetwork.step
+    search: ClassVar[Space] = {"hypernetwork_lr": Range(0.1, 10)}
     neighbours: Positive | Literal["all"] = "all"
     """K: mix only the K clients with the largest weights, per layer."""
     hypernetwork: Literal["network", "compact"] = "network"

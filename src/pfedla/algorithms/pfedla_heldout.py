@@ -4,7 +4,7 @@ The weights move down each client's loss on training examples that it holds out,
 The gradient travels as a count sketch. Then the weights are frozen. Why: docs/algorithms/pfedla-heldout.md.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from torch import Tensor
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
 from pfedla.core.layers import Layers, Params, num_clients, rows_of, stack, take
+from pfedla.core.search import Choice, Space
 from pfedla.core.settings import Natural, Positive
 
 HOLD_OUT = "hold out"  # in a download: this round, train without the held-out examples
@@ -27,6 +28,7 @@ class PFedLAHeldOut(LearnedMix):
     name = "pfedla-heldout"
     summary = "pFedLA whose weights are learned from held-out data (ours)"
     damped = True
+    search: ClassVar[Space] = {**LearnedMix.search, "learning_rounds": Choice((5, 10, 20, "all"))}
     retained_layers: Natural = 0
     """k: the layers with the largest self-weight are not sent, as in HeurpFedLA."""
     held_out: Annotated[float, Field(gt=0, le=0.9)] = 0.2

@@ -1,12 +1,14 @@
 """pFedMe: T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1."""
 
 from itertools import islice
+from typing import ClassVar
 
 import torch
 
 from pfedla.algorithms.partial import PartialFedAvg, add_prefix, check_pull, strip_prefix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
 from pfedla.core.optimizers import check_plain
+from pfedla.core.search import Range, Space
 from pfedla.core.settings import Positive, Rate
 from pfedla.core.training import batches
 
@@ -16,6 +18,8 @@ PERSONAL = "personal/"  # before the name of a parameter: θ_i's
 class PFedMe(PartialFedAvg):
     name = "pfedme"
     summary = "a model of one's own, held near the common one"
+    search: ClassVar[Space] = {"penalty": Range(5, 30), "eta": Range(0.001, 0.03), "personal_lr": Range(0.001, 0.06)}
+    uses_lr = False
     penalty: Rate = 15.0
     """λ, how strongly the personal model is held near the common one."""
     inner_steps: Positive = 5

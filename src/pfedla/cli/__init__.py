@@ -13,7 +13,7 @@ from typer import Exit, Option, Typer
 from pfedla import __version__
 from pfedla.cli.deploy import deploy_app
 from pfedla.cli.start import models, new
-from pfedla.cli.train import compare, reproduce, run
+from pfedla.cli.train import compare, reproduce, run, tune
 from pfedla.cli.use import algorithms, communication, data_app, evaluate, export, join, report, watch
 from pfedla.core import plugins
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, first_line, is_debugging
@@ -21,7 +21,11 @@ from pfedla.runs.interruption import EXIT_CODE
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
-GROUPS = {"Train": (new, run, compare, algorithms, models), "Look": (report, watch), "Use": (evaluate, export, join)}
+GROUPS = {
+    "Train": (new, run, compare, tune, algorithms, models),
+    "Look": (report, watch),
+    "Use": (evaluate, export, join),
+}
 GROUPS["Reproduce"] = (reproduce, communication)
 for _group, _commands in GROUPS.items():
     for _command in _commands:

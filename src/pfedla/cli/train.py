@@ -10,14 +10,16 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from pfedla.cli.options import File, Output, Quiet, Sets, option, parse_ints, say, split_words, watching, with_settings
-from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, unknown
-from pfedla.runs.experiment import Experiment, gather, overlay
+from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, shown, unknown
+from pfedla.runs.experiment import Experiment, gather, nest, overlay, read_toml
 from pfedla.runs.trackers import check_trackers
 
 RUNS, BUDGETS = Path("runs/reproduce"), ("grid", "paper")
 ALGORITHMS_HELP = "Names or package.module:Class, separated by commas (default: all)."
 SEEDS_HELP = "Seeds separated by commas. Differences are paired over them; tests need three, better ten."
 AGAINST_HELP = "The method that differences are to (default: local if it is compared, else the first)."
+TRIALS_HELP = "Trials of each method, its defaults the first of them."
+RESUME_TUNING_HELP = "Resume the tuning in --out (or the latest of the default name); start a new one if there is none."
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
 
@@ -101,25 +103,89 @@ def compare(
         raise Exit(1)
 
 
+@with_settings(without=("algorithm", "seed"))
+def tune(
+    given: dict[str, Any],
+    file: File = None,
+    algorithms: Annotated[str | None, option("Method", ALGORITHMS_HELP, "--algorithms", "-a")] = None,
+    trials: Annotated[int, option("Run", TRIALS_HELP)] = 10,
+    seeds: Annotated[str | None, option("Run", "Seeds separated by commas; a trial's value is their mean.")] = None,
+    setting: Annotated[list[str] | None, option("Method", SPREAD_HELP, "--set")] = None,
+    out: Annotated[Path | None, option("Output", "Folder for the results; must not exist (default: runs/…).")] = None,
+    resume: Annotated[bool, option("Output", RESUME_TUNING_HELP, "--resume")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose learning rates and options on validation examples, with as many trials for each method.
+
+    Example: pfedla tune -a fedrep,pfedla,ditto -d digits --trials 10 --out runs/tuning
+
+    A quarter of every client's training examples validates; test examples are left out. The first trial of a method is
+    its defaults. Then: pfedla compare runs/tuning/tuned.toml --seeds 0,1,2
+
+    Ctrl-C stops it; the same command with --resume continues, and with more --trials extends it.
+    """
+    from pfedla.report.tables import terminal_table
+    from pfedla.runs import comparison, tuning
+
+    tuning.check_optuna()
+    if trials < 1:
+        raise PfedlaError(f"--trials {trials}: every method needs at least one")
+    values, names, numbers, out = _read_request(file, given, setting or [], algorithms, seeds, Output(out))
+    plan = comparison.plan_comparison(values, names, numbers, out, resume=resume, tuning=True)
+    assert plan.folder is not None
+    experiments = [(label, one) for (label, seed), one in plan.experiments.items() if seed == numbers[0]]
+    hint = f"the same command with --resume --out {plan.folder} continues"
+    with watching(trials * plan.total_rounds, quiet=quiet, hint=hint) as (display, signals):
+        how = {"display": display, "stopping": signals.wanted, "build_one": plan.build, "resume": resume}
+        found = tuning.tune(experiments, trials, plan.folder, seeds=numbers, **how)
+    path = tuning.write_tuned(plan.folder, found, comparison.label_methods(names))
+    if not quiet:
+        lines, notes = tuning.tabulate_tuning(found)
+        notes += [f"{label}: {reason}" for label, reason in plan.reasons.items() if reason]
+        table = terminal_table(lines, notes=notes)
+        table.columns[-1].justify = "left"
+        say(table, "Scores on validation examples, mean over clients and seeds, last round.")
+        say(*(f"  {plan.folder / name}" for name in (tuning.TUNING, tuning.PICTURE)), f"  pfedla compare {path}")
+
+
 def _read_request(
     file: Path | None, given: dict[str, Any], sets: list[str], algorithms: str | None, seeds: str | None, output: Output
 ) -> tuple[dict[str, Any], list[str], list[int], Path | None]:
     """Return the settings, methods, seeds and folder of a comparison; of one that is resumed what its folder says."""
     from pfedla.algorithms import ALGORITHMS
-    from pfedla.runs.comparison import PLAN, read_plan
+    from pfedla.runs.comparison import PLAN
 
-    out, before = output.out, (dict[str, Any](), list[str](), list[int]())
+    out = output.out
     if output.resume and file is not None and (file / PLAN).exists():
-        before, out, file = read_plan(file), out or file, None
-    names = before[1] or list(ALGORITHMS)
+        out, file = out or file, file / PLAN
+    before = read_toml(file) if file is not None else {}
+    listed: dict[str, Any] = {key: before.pop(key) for key in ("methods", "seeds") if key in before}
+    for key, kind in {"methods": str, "seeds": int}.items():
+        if not isinstance(found := listed.get(key, []), list) or not all(type(one) is kind for one in found):
+            raise PfedlaError(f"{file}: {key} = {shown(found)}: it should be a list")
+    names, numbers = listed.get("methods") or list(ALGORITHMS), listed.get("seeds", [])
     if algorithms is not None:
         names = list(ALGORITHMS) if algorithms == "all" else split_words(algorithms)
-    known = {key: value for key, value in before[0].items() if key in names or key not in ALGORITHMS}
-    values = overlay(known, gather(file, given, sets, spread=True))
-    numbers = before[2]
-    if seeds is not None or not before[2]:
+    if "methods" in listed:  # of a comparison or a tuning: with sections of methods that may not be compared now
+        methods = {*ALGORITHMS, *listed["methods"]}
+        before = {key: value for key, value in before.items() if key in names or key not in methods}
+        values = overlay(before, gather(None, given, sets, spread=True))
+    else:
+        values = gather(file, given, sets, spread=True)
+        values.pop("seeds", None)
+    if seeds is not None or not numbers:
         numbers = parse_ints("--seeds", str(values.get("seed", 0)) if seeds is None else seeds, "0,1,2")
+    _check_own_training(values, given)
     return values, names, numbers, out
+
+
+def _check_own_training(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse an option that the training settings of a single method would override."""
+    asked = nest({name: value for name, value in given.items() if value is not None}).get("training", {})
+    for method, section in values.items():
+        own = section.get("training", {}) if isinstance(section, dict) else {}
+        if both := ", ".join(key for key in asked if isinstance(own, dict) and key in own):
+            raise PfedlaError(f"[{method}.training] has a {both} of its own: leave out the option, or change the file")
 
 
 def reproduce(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfedla.core.layers import Layers
 from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
+from pfedla.core.search import Space
 from pfedla.core.settings import Section, Training
 from pfedla.core.tasks import Task as Task
 from pfedla.core.trees import Tree
@@ -124,6 +125,8 @@ class Algorithm(Section, ABC):
     summary: ClassVar[str]
     task: SkipValidation[Task]  # pydantic does not look at it
     training: Training
+    search: ClassVar[Space] = {}  # option -> what `pfedla tune` chooses from, beside the learning rate
+    uses_lr: ClassVar[bool] = True  # whether the learning rate of [training] matters
     personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty
     cannot_join: ClassVar[str] = "it has no rule for a client that joins after its run"  # empty: `admit` is one
 

@@ -15,12 +15,13 @@ from pfedla.core.contracts import generator
 from pfedla.core.errors import PfedlaError, invalid
 from pfedla.core.settings import AUTO, Auto
 from pfedla.core.training import normalise
-from pfedla.core.trees import Tree, leaves, map_tree
+from pfedla.core.trees import Tree, leaves, map_tree, take_rows
 from pfedla.data.dataset import Array, Column, Dataset, strata_of
 from pfedla.data.datasets import KNOWN
 from pfedla.data.partition import Data, Split, leaked_share, resolve, split_dataset
 from pfedla.data.scaling import Scaling, describe_columns, find_wild, is_numeric
 from pfedla.data.sources import combine, is_own_file, load_data, to_dataset
+from pfedla.data.validation import FEWEST, split_rows
 
 LARGE_TARGET = 30  # of regression: a squared error this large needs a small learning rate
 
@@ -101,14 +102,18 @@ class Federation(Outline):
     def only(self, clients: Sequence[int]) -> "Federation":
         """Return some of the clients, under their names."""
         train, test = ([part[client] for client in clients] for part in (self.train, self.test))
-        kept = ("mean", "std", "subset", "task", "targets", "vocabulary", "columns", "warnings")
-        known: dict[str, Any] = {key: getattr(self, key) for key in kept}
-        known["scaling"] = None if self.scaling is None else tuple(self.scaling[client] for client in clients)
-        known["names"] = tuple(self.names[client] for client in clients)
+        known = self._known_of(clients)
         if self.leaked_share:  # by their content, as their positions in the data set are not kept
             contents = ([_rows(one.x) for one in part] for part in (train, test))
             known["leaked_share"] = leaked_share(*contents)
         return Federation(train, test, self.classes, **known)
+
+    def _known_of(self, clients: Sequence[int]) -> dict[str, Any]:
+        kept = ("mean", "std", "subset", "task", "targets", "vocabulary", "columns", "warnings")
+        known: dict[str, Any] = {key: getattr(self, key) for key in kept}
+        known["scaling"] = None if self.scaling is None else tuple(self.scaling[client] for client in clients)
+        known["names"] = tuple(self.names[client] for client in clients)
+        return known
 
     def hold_back(self, share: float, seed: int) -> tuple["Federation", "Federation | None"]:
         """Return the clients that take part in a run, and the others: at least one and never all."""
@@ -120,6 +125,27 @@ class Federation(Outline):
         order = torch.randperm(len(self), generator=generator(seed, "unseen"))
         unseen, seen = (part.sort().values.tolist() for part in (order[:count], order[count:]))
         return self.only(seen), self.only(unseen)
+
+    def for_validation(self, seed: int) -> "Federation":
+        """Return the clients with a part of their training examples as test examples, and without their own ones."""
+        if self.leaked_share:
+            leaked = f"{100 * self.leaked_share:.0f} % of the test examples are training examples of another client"
+            raise PfedlaError(f"{leaked}, so tuning would see them: leave out data.overlapping")
+        large = [client for client, examples in enumerate(self.train) if len(examples.y) >= FEWEST]
+        if not large:
+            raise PfedlaError(f"no client has {FEWEST} training examples: nothing can be split off for validation")
+        pairs = []
+        for client in large:
+            x, y = self.train[client]
+            rng = np.random.default_rng(generator(seed, "validation", client=client).initial_seed())
+            parts = map(torch.from_numpy, split_rows(strata_of(self.task, y.numpy()), rng))
+            pairs.append([Examples(take_rows(x, rows), y[rows]) for rows in parts])
+        # A scaling stays as it was measured: on all training rows, those for validation among them, on no test row.
+        known, few = self._known_of(large), len(self) - len(large)
+        if few:
+            known["warnings"] += (f"{few} clients have fewer than {FEWEST} training examples and are not tuned on",)
+        train, validation = zip(*pairs, strict=True)
+        return Federation(train, validation, self.classes, **known)
 
     def fingerprint(self) -> str:
         known: tuple[Any, ...] = (self.classes, self.mean, self.std, self.names)

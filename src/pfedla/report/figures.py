@@ -1,6 +1,6 @@
 """Figures of a run, of a comparison and of a federation; and the few functions that all figures are drawn with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +199,19 @@ def _label(axis: Any, names: list[str], most: int) -> None:
     """Label at most so many ticks, evenly spread."""
     ticks = range(0, len(names), -(-len(names) // most))
     axis.set_ticks(ticks, [escape_math(names[tick]) for tick in ticks])
+
+
+def draw_tuning(trials: Mapping[str, tuple[Metric, Sequence[float | None]]], path: Path) -> Path:
+    """Draw the value of each trial (a cross at the edge: none) and the best so far, with a panel per method."""
+    figure, axes = panels(len(trials), (3.4, 2.6), most=4)
+    for axis, (label, (metric, values)) in zip(axes, trials.items(), strict=True):
+        scores = metric.factor * np.array(values, float)
+        x, better = np.arange(1, len(scores) + 1), np.fmax if metric.higher_is_better else np.fmin
+        axis.plot(x, scores, "C0o", markersize=4, label="trial")
+        axis.step(x, better.accumulate(scores), "C1", where="post", label="best so far")
+        none = np.isnan(scores)
+        axis.plot(x[none], np.zeros(none.sum()), "kx", transform=axis.get_xaxis_transform(), label="no value")
+        finish_curves(axis, escape_math(label), ylabel=f"validation {metric.label}{metric.unit}")
+        axis.set(xlabel="trial (1: the defaults)")
+    axes[0].legend(fontsize=7)
+    return save(figure, path)

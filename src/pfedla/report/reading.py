@@ -47,6 +47,7 @@ _Result = _shape(
     | {"baseline": _shape({"name": str, "score": _PerClient}) | None}
     | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
     | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
+    | {"tuned_trials": (Count, 0)}
     | {"attackers": (list[Any], []), "honest": (_shape(_SCORES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(
@@ -175,7 +176,7 @@ def client_names(run: Path) -> list[str]:
 
 def read_result(path: Path) -> Values:
     """Return the checked content of a result.json. The algorithm has its present name."""
-    content = upgrade({"task": _OLD_TASK, "metrics": {}, "baseline": None} | read_object(path))
+    content = upgrade({"task": _OLD_TASK, "metrics": {}, "baseline": None, "tuned_trials": 0} | read_object(path))
     _check(_Result.model_validate, content, path)
     if "format" not in content and (path.parent / "experiment.toml").exists():
         content["algorithm"] = read_experiment(path.parent)["algorithm"]["name"]

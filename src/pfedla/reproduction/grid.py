@@ -94,7 +94,8 @@ class Cell:
 
 def resolve(experiment: Experiment) -> Values:
     """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
-    may_differ: Any = {"checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
+    may_differ: Any = {"tuned_trials": True, "checkpoint": True}
+    may_differ |= {"engine": {"threads"}, "uploads": {"max_failed_rounds"}}
     section = experiment.algorithm
     options = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
     return flatten(experiment.model_dump(exclude=may_differ) | {"algorithm": options})

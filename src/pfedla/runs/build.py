@@ -34,14 +34,19 @@ class Built(NamedTuple):
     notes: tuple[str, ...] = ()  # what a user should know before the run
 
 
-def build(experiment: Experiment, dataset: Dataset | None = None) -> Built:
-    """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together."""
+def build(experiment: Experiment, dataset: Dataset | None = None, *, validation: bool = False) -> Built:
+    """Check everything that can be checked before anything runs, resolve every "auto", and put the parts together.
+
+    `validation`: test on a part of the training examples; test examples and unseen clients are left out.
+    """
     algorithms.resolve_options(experiment.algorithm.name, experiment.algorithm.options)
     usable_device(experiment.engine.device)
     if experiment.model != AUTO:
         models.find(experiment.model)
     data, federation = build_federation(experiment.data, experiment.seed, dataset, experiment.task)
     seen, unseen = federation.hold_back(experiment.unseen_clients, experiment.seed)
+    if validation:
+        seen, unseen = seen.for_validation(experiment.seed), None
     built = build_around(experiment.model_copy(update={"data": data}), seen)
     if unseen is not None:
         algorithms.check_joining(built.algorithm)

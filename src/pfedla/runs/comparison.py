@@ -30,6 +30,7 @@ from pfedla.runs.run import Run
 
 PLAN = "comparison.toml"  # what the comparison was asked for; it can be resumed from its folder
 CURVES = "learning_curves"
+OF_ONE_METHOD = ("training", "tuned_trials")  # what the section of a method may hold beside its options
 
 
 class ComparisonPlan(NamedTuple):
@@ -98,11 +99,13 @@ def plan_comparison(
     resume: bool = False,
     against: str = "",
     build_one: Callable[[Experiment], Built] | None = None,
+    tuning: bool = False,
 ) -> ComparisonPlan:
     """Make one experiment per algorithm and seed. [algorithm] is for all that have its options, [pfedla] for pfedla.
 
-    `against` is the method that the others' differences are to: the label of one, or of one that is in the folder.
-    `build_one` builds an experiment around data that are at hand; without it they are loaded, once for all.
+    [pfedla] may also hold training settings of pfedla alone: [pfedla.training]. `against` is the method that the others'
+    differences are to: the label of one, or of one that is in the folder. `build_one` builds an experiment around data
+    that are at hand; without it they are loaded, once for all. `tuning`: build on the validation federation.
     """
     labels = label_methods(names)
     against = labels.get(against, against)
@@ -114,10 +117,11 @@ def plan_comparison(
     for (name, label), seed in itertools.product(labels.items(), seeds):
         options = {key: value for key, value in sections["algorithm"].items() if key in default_options(name)}
         own = {"name": name, **options, **sections.get(name, {}), **sections[label]}
-        experiment = Experiment.parse(overlay(common, {"seed": seed, "algorithm": own}))
+        beside = {key: own.pop(key) for key in OF_ONE_METHOD if key in own}
+        experiment = Experiment.parse(overlay(common, {"seed": seed, "algorithm": own, **beside}))
         if build_one is None:
             dataset = load_data(experiment.data, experiment.task)
-            build_one = lambda one, dataset=dataset: build(one, dataset)  # noqa: E731
+            build_one = lambda one, dataset=dataset: build(one, dataset, validation=tuning)  # noqa: E731
         try:
             data = build_one(experiment).experiment.data  # the rest is not kept: all take too much memory
             partition = f"{safe_name(Path(data.dataset).stem)}-{data.split_name}"
@@ -127,12 +131,9 @@ def plan_comparison(
     if build_one is None or not experiments:
         raise PfedlaError(next(iter(reasons.values()), "give at least one algorithm and one seed"))
     asked = {**values, "methods": list(names), "seeds": list(seeds)}
-    folder = out or default_folder(partition, resume=resume)
+    default = RUNS / f"{'tune' if tuning else 'compare'}-{partition}"
+    folder = out or number_folder(default, resume=resume)
     return ComparisonPlan(build_one, experiments, reasons, folder, asked, against)
-
-
-def default_folder(partition: str, *, resume: bool) -> Path:
-    return number_folder(RUNS / f"compare-{partition}", resume=resume)
 
 
 def read_sections(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
@@ -150,12 +151,6 @@ def read_sections(values: Mapping[str, Any], labels: Mapping[str, str]) -> dict[
     ]:
         raise PfedlaError(f"options for {', '.join(stray)}, which is not compared: {compared}")
     return sections
-
-
-def read_plan(folder: Path) -> tuple[dict[str, Any], list[str], list[int]]:
-    """Return the settings, methods and seeds of the comparison in a folder."""
-    values = read_toml(folder / PLAN)
-    return values, list(values.pop("methods", [])), list(values.pop("seeds", []))
 
 
 def run_comparison(
@@ -212,12 +207,14 @@ def open_folder(root: Path, asked: dict[str, Any], *, resume: bool) -> None:
 def add_finished(root: Path, rows: dict[str, Row], say: Callable[[str], None]) -> list[Row]:
     """Return the rows, and those of other finished runs in the folder with the same settings, in the old order."""
     done = {folder for row in rows.values() for folder in row.folders}
-    settings = _comparable(min(done))
+    sections = [one for one in read_toml(root / PLAN).values() if isinstance(one, Mapping)]
+    own = {key for one in sections if isinstance(one.get("training"), Mapping) for key in one["training"]}
+    settings = _comparable(min(done), own)
     for folder in sorted(path.parent for path in root.glob(f"*/{RESULT}")):
         label, result = folder.name.rpartition("-s")[0], read_result(folder / RESULT)
         if folder in done or result["seed"] in rows.get(label, Row(label)).gave_up:
             continue
-        if _comparable(folder) != settings:
+        if _comparable(folder, own) != settings:
             say(f"{folder} is left out of the table: its settings are not those of the other runs")
             continue
         row = rows.setdefault(label, Row(label))
@@ -230,10 +227,11 @@ def add_finished(root: Path, rows: dict[str, Row], say: Callable[[str], None]) -
     return [rows[label] for label in dict.fromkeys([*before, *rows]) if label in rows]
 
 
-def _comparable(run: Path) -> dict[str, Any]:
-    """Return the settings that the runs of one table share."""
+def _comparable(run: Path, own: set[str]) -> dict[str, Any]:
+    """Return the settings that the runs of one table share; `own` are training settings that methods have alone."""
     experiment = Experiment.parse(read_toml(run))
-    values = experiment.model_dump(exclude={"algorithm", "seed", "checkpoint", "engine"})
+    free: Any = dict.fromkeys(("algorithm", "seed", "tuned_trials", "checkpoint", "engine"), True)
+    values = experiment.model_dump(exclude=free | {"training": own})
     return {**values, "data": {key: value for key, value in values["data"].items() if key != "samples_per_client"}}
 
 

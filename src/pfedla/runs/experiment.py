@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from pfedla.core import settings
 from pfedla.core.errors import PfedlaError, invalid, shown
-from pfedla.core.settings import AUTO, Option, Positive, Section
+from pfedla.core.settings import AUTO, Natural, Option, Positive, Section
 from pfedla.data.partition import Data
 
 SITES = "sites"  # the data set of a deployment whose sites bring their own data
@@ -47,6 +47,8 @@ class Experiment(Section):
     """Test all personal models after every so many rounds, and always after the last."""
     recalibrate: settings.Recalibrate = "unsampled"
     """Whose BatchNorm statistics are estimated anew before a test."""
+    tuned_trials: Natural = 0
+    """Validation trials by which the method's options were chosen; tables name it."""
     task: Annotated[Literal["auto", "classification", "multilabel", "regression", "survival"], Option("task")] = AUTO
     """classification, multilabel, regression or survival: decides loss and metrics. auto: by the labels."""
     metric: Annotated[str, Option("metric")] = AUTO
@@ -82,7 +84,8 @@ class Experiment(Section):
         """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
-        may_change: Any = {"rounds": True, "checkpoint": True, "engine": {"threads"}, "uploads": {"max_failed_rounds"}}
+        may_change: Any = {"rounds": True, "tuned_trials": True, "checkpoint": True}
+        may_change |= {"engine": {"threads"}, "uploads": {"max_failed_rounds"}}
         if self.training.schedule == "cosine":
             del may_change["rounds"]  # the learning rate of every round depends on the last
         values = self.model_dump(exclude=may_change, exclude_defaults=True)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 EXIT_CODE = 130
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
-STOPPING = b"\nstopping: the clients at work finish, then the run is saved; press again to stop at once\n"
+STOPPING = b"\nstopping: the clients at work finish first; press again to stop at once\n"
 
 
 class Interruption:

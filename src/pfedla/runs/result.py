@@ -121,6 +121,7 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "clients": len(federation),
         "rounds": experiment.rounds,
         "seed": experiment.seed,
+        "tuned_trials": experiment.tuned_trials,
         "model": experiment.model,
         "task": objective.describe(),
         **{key: headline(values) for key, values in scores.items()},
