@@ -103,8 +103,8 @@ def plan_comparison(
 ) -> ComparisonPlan:
     """Make one experiment per algorithm and seed. [algorithm] is for all that have its options, [pfedla] for pfedla.
 
-    [pfedla] may also hold training settings of pfedla alone: [pfedla.training]. `against` is the method that the others'
-    differences are to: the label of one, or of one that is in the folder. `build_one` builds an experiment around data
+    [pfedla] may also hold training settings of pfedla alone: [pfedla.training]. `against` is the method to which the
+    others are compared: the label of one, or of one that is in the folder. `build_one` builds an experiment around data
     that are at hand; without it they are loaded, once for all. `tuning`: build on the validation federation.
     """
     labels = label_methods(names)
