@@ -48,6 +48,7 @@ class Grid(Section):
 
     title: str
     form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites"]
+    source: str = "paper"  # whose numbers paper.toml has
     seeds: list[int] = Field([0], min_length=1)
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)

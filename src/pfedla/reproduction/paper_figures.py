@@ -171,7 +171,8 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
             shown = curves if entry.gave_up else curves.mean(0, keepdims=True)
             line, *_ = axis.plot(shown[0, :, 0], entry.metric.factor * shown[..., 1].T, **style)
             legend.setdefault(row, (line, []))[1].append(len(curves))
-        finish_curves(axis, column, ylabel=metric_of(summary).axis, size=12)
+        metric = next(row.metric for row in rows.values() if row.results)
+        finish_curves(axis, column, ylabel=metric.axis, size=12)
     labels = [f"{row} ({count_seeds(*counts)})" for row, (_, counts) in legend.items()]
     lines = [line for line, _ in legend.values()]
     figure.legend(lines, labels, loc="outside lower center", fontsize=8, ncols=2 * min(4, len(found)))

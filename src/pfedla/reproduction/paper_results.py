@@ -9,6 +9,7 @@ from pathlib import Path
 from pfedla.core.layers import Layers
 from pfedla.core.models import model_for, outline
 from pfedla.core.rounds import plan_traffic
+from pfedla.core.settings import AUTO
 from pfedla.data.datasets import find
 from pfedla.report.figures import FORMATS, save
 from pfedla.report.methods import MethodTable, show_difference, show_interval, show_p
@@ -38,8 +39,9 @@ SHARE_NOTE = " / share of clients that are better off than with both Local and F
 
 def explain(summary: Summary) -> str:
     """Return what the main table shows."""
-    metric = metric_of(summary)
-    return NOTE.format(metric=metric.description + " in %" * metric.percent)
+    metrics = dict.fromkeys(table.metric for table in compare_rows(summary).values() if table.results)
+    shown = [metric.description + " in %" * metric.percent for metric in metrics or [Metric()]]
+    return NOTE.format(metric=" or ".join(shown))
 
 
 def show_row(table: MethodTable, row: Row) -> str:
@@ -50,7 +52,8 @@ def show_row(table: MethodTable, row: Row) -> str:
 
 
 def show_paper(number: Mapping[str, float]) -> str:
-    parts = [f"{number[key]:.2f}" for key in ("mean", "std") if key in number]
+    digits = 2 if number.get("mean", 0) > 1 else 3  # a percentage, else a share
+    parts = [f"{number[key]:.{digits}f}" for key in ("mean", "std") if key in number]
     return " ± ".join(parts) or "–"
 
 
@@ -97,7 +100,7 @@ def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
     lines, has_mib = [[""], *([row] for row in summary["rows"])], summary["form"] == "retained"
     for column, table in compare_rows(summary).items():
         theirs = paper.get(column, {})
-        lines[0] += [column, *["paper"] * bool(theirs), *["MiB", "saved"] * has_mib]
+        lines[0] += [column, *[summary.get("source", "paper")] * bool(theirs), *["MiB", "saved"] * has_mib]
         for line, row in zip(lines[1:], table.rows, strict=True):
             line += [show_row(table, row), *[show_paper(theirs.get(row.algorithm, {}))] * bool(theirs)]
             sent = (row.mib, average_saved_mib(row)) if has_mib else ()
@@ -154,10 +157,10 @@ def describe_columns(summary: Summary) -> list[str]:
         rates = sorted({cell["experiment"]["training"]["lr"] for cell in cells})
         tuned = MethodTable(list(rows.values())).describe_tuning()
         tuned = f"{tuned}; " * bool(tuned)
+        size = "" if data["samples_per_client"] == AUTO else f" of {data['samples_per_client']} images"
         leak = f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         lines.append(
-            f"{column}: {data['dataset']}{subset}{leak}, {len(first['score']['per_client'])} clients of "
-            f"{data['samples_per_client']} images, {100 * experiment['participation']:.0f} % a round, "
+            f"{column}: {data['dataset']}{subset}{leak}, {len(first['score']['per_client'])} clients{size}, {100 * experiment['participation']:.0f} % a round, "
             f"{'/'.join(map(str, sorted({cell['rounds'] for cell in cells})))} rounds, "
             f"{experiment['training']['local_epochs']} local epochs, "
             f"learning rate {'/'.join(map(str, rates))}; "

@@ -108,7 +108,7 @@ def write_summary(runs: Path, name: str, grid: Grid, wanted: Wanted, folder: Pat
     # No cell is lost: those that the grid does not ask for, or not with this budget; tables and figures ignore them.
     others = [one.content for one in before if not any(one.is_of(cell) for cell in asked)]
     summary: Values = {"format": FORMAT, "name": name, "title": grid.title, "form": grid.form}
-    summary |= {"columns": columns, "rows": rows}
+    summary |= {"columns": columns, "rows": rows} | ({"source": grid.source} if grid.source != "paper" else {})
     summary["layers"] = {column.name: column.layer for column in grid.columns if column.layer}
     text = json.dumps(summary, ensure_ascii=False, indent=2).removesuffix("\n}")
     for key, cells in {"other_cells": others, "cells": found}.items():  # a line per cell
