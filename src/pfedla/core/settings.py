@@ -36,7 +36,7 @@ class Training(Section):
     """The local budget and the optimiser, the same for every method."""
 
     lr: Annotated[Rate | Auto, Option("lr")] = AUTO
-    """Learning rate of local training. auto: the paper's for the data set, else 0.01."""
+    """Learning rate of local training. auto: the data set's (the paper's, if it has one), else 0.01."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000), Option("local-epochs")] = 5
     """Local epochs per round."""
     batch_size: Annotated[Positive, Option("batch-size")] = 32

@@ -203,7 +203,7 @@ def fetch(name: str, on_damage: Callable[[str], None]) -> tuple[Dataset, bool]:
             on_damage(str(damage))
             damaged = True
     if not source.hosts:
-        raise PfedlaError(f"{name} is offered for download by nobody: {source.advise()}")
+        raise PfedlaError(f"nobody offers {name} for download in this form: {source.advise()}")
     folder = data_directory() if source.members else source.home
     for file in source.md5 or source.files:
         was_there = (folder / file).exists()

@@ -12,6 +12,7 @@ from pfedla.report.reading import Alpha, Array, Metric, Values
 from pfedla.report.tables import shorten, where
 
 Size = tuple[float, float]  # width and height in inches
+FEW_CLASSES, FEW_CLIENTS = 3, 30  # whose numbers of examples are written into the figure
 FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -176,7 +177,8 @@ def draw_federation(federation: Values, name: str, path: Path) -> Path:
     _label(by_class.xaxis, labels, most=110)
     by_class.tick_params(labelsize=8)
     by_class.tick_params(axis="x", rotation=0 if longest <= 3 else 90, labelsize=8 if classes <= 60 else 6)
-    by_class.set(xlabel="class (white: none)", ylabel="client", ylim=(clients - 0.5, -0.5))
+    what = "outcome" if federation["task"]["name"] == "survival" else "class"
+    by_class.set(xlabel=f"{what} (white: none)", ylabel="client", ylim=(clients - 0.5, -0.5))
     sizes.barh(np.arange(clients), train.sum(1), color="C0", label="training")
     sizes.barh(np.arange(clients), test.sum(1), left=train.sum(1), color="C1", label="test")
     sizes.set(xlabel="examples")
@@ -193,6 +195,10 @@ def _draw_classes(figure: Any, axis: Any, totals: Array) -> None:
     image = axis.imshow(some, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
     figure.colorbar(image, ax=axis, shrink=0.8, pad=0.01, label="examples")
     axis.hlines(np.arange(clients - 1) + 0.5, -0.5, classes - 0.5, color="white", linewidth=0.5)
+    if classes <= FEW_CLASSES and clients <= FEW_CLIENTS:
+        for (client, label), count in np.ndenumerate(totals):
+            colour = "white" if count > totals.max() / 2 else "black"
+            axis.text(label, client, str(count), ha="center", va="center", fontsize=8, color=colour)
 
 
 def _label(axis: Any, names: list[str], most: int) -> None:

@@ -155,14 +155,17 @@ def shorten(name: str) -> str:
 
 def federation_table(federation: Values, name: str) -> Table:
     """Return a table with a line per client: its sizes, and its classes by frequency."""
-    lines = [["client", "train", "test", "classes", "examples of each class (training and test)"]]
+    is_survival = federation["task"]["name"] == "survival"
+    heads = ["events", "outcomes"] if is_survival else ["classes", "examples of each class"]
+    lines = [["client", "train", "test", heads[0], f"{heads[1]} (training and test)"]]
     clients = list(zip(federation["clients"], federation["train"], federation["test"], strict=True))
     for client, train, test in clients[:TABLE_ROWS]:
         both = np.add(train, test)
         order = np.argsort(-both, kind="stable")[: np.count_nonzero(both)]
         parts = [f"{shorten(federation['classes'][label])}: {both[label]}" for label in order[:NAMED]]
         parts += [f"{len(order) - NAMED} more: {both[order[NAMED:]].sum()}"] if len(order) > NAMED else []
-        lines.append([shorten(client), str(sum(train)), str(sum(test)), str(len(order)), ", ".join(parts)])
+        kinds = f"{100 * both[1] / both.sum():.0f} %" if is_survival else str(len(order))
+        lines.append([shorten(client), str(sum(train)), str(sum(test)), kinds, ", ".join(parts)])
     more = len(clients) - TABLE_ROWS
     table = terminal_table(lines, name, [f"and {more} more clients, all of them in the figure"] if more > 0 else [])
     table.columns[-1].justify = "left"

@@ -52,7 +52,7 @@ class Experiment(Section):
     task: Annotated[Literal["auto", "classification", "multilabel", "regression", "survival"], Option("task")] = AUTO
     """classification, multilabel, regression or survival: decides loss and metrics. auto: by the labels."""
     metric: Annotated[str, Option("metric")] = AUTO
-    """The metric of curves and tables: accuracy, auroc, balanced_accuracy, rmse, … auto: the task's own."""
+    """The metric of curves and tables: accuracy, auroc, rmse, c_index, … auto: the data set's, or the task's."""
     model: Annotated[str, Option("model")] = AUTO
     """A name of `pfedla models`, or your own package.module:factory. auto: by the shape of the examples."""
     data: Data = Data()
