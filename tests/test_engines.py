@@ -55,6 +55,11 @@ def test_the_engine_is_chosen_by_device_and_model(name: Any, device: str, module
     assert resolve_engine(EngineSettings(name=name, device=device), task_of(module))[0].name == chosen
 
 
+def test_clients_of_different_sizes_are_not_stacked_by_default() -> None:
+    for sizes, chosen in (([140] * 8, "vectorized"), ([140, 141] * 4, "vectorized"), ([199, 172, 30, 85], "threaded")):
+        assert resolve_engine(EngineSettings(), task_of(nn.Linear(5, 2)), sizes=sizes)[0].name == chosen
+
+
 def test_compiling_needs_the_threaded_engine_a_cpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
     assert resolve_engine(EngineSettings(compile=True), task_of(module))[0].name == "threaded"  # though it is small

@@ -44,21 +44,26 @@ TRAINED = "__trained__"
 # On a CPU stacking wins where a step is mostly Python: small networks without convolutions.
 VECTORIZED_PARAMETERS = 2**16
 SLOW_STACKED = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)  # measured to be slower so
+SAME_SIZE = 4  # clients of one size, on average: a stack of one takes 3.5 times as long as a thread (four hospitals)
 MEMORY_BOUND = 2**31  # bytes that stacked clients may take while they train, by an estimate
 MODEL_COPIES = 6  # parameters before and after, gradients, states, uploads
 ACTIVATION_COPIES = 4  # every module's output, what follows it without being a module, the gradients of both
 
 
-def resolve_engine(settings: EngineSettings, task: Task, x: Tree = None, y: Any = None) -> tuple[EngineSettings, str]:
+def resolve_engine(
+    settings: EngineSettings, task: Task, x: Tree = None, y: Any = None, sizes: Sequence[int] = ()
+) -> tuple[EngineSettings, str]:
     """Replace "auto" by the faster engine for this model and device; return also what a user should know of it.
 
-    A batch `x`, `y` tries the model through vmap: what cannot be stacked, or is slower so, is run in threads.
+    A batch `x`, `y` tries the model through vmap: what cannot be stacked, or is slower so, is run in threads. `sizes`
+    are the clients' numbers of examples.
     """
     name, note = settings.name, ""
     if name == AUTO:  # by a measured rule (docs/performance.md), not a timing: the same file gives the same bits
         slow = any(isinstance(part, SLOW_STACKED) for part in task.module.modules())
         small = sum(parameter.numel() for parameter in task.module.parameters()) <= VECTORIZED_PARAMETERS
-        stacks = settings.device != "cpu" or (small and not slow)
+        few = len(sizes) < SAME_SIZE * len(set(sizes))  # only clients of one size are stacked
+        stacks = settings.device != "cpu" or (small and not slow and not few)
         name = "vectorized" if stacks and not settings.compile else "threaded"
     if name == "vectorized" and x is not None:
         problem, reason = find_obstacle(task, x, y)

@@ -89,10 +89,10 @@ def build_around(
         raise PfedlaError("nesterov needs a momentum")
     if training.lr == AUTO:
         training = training.model_copy(update={"lr": lr})
-    task, batch = task_of(module, objective), Examples(None, torch.empty(0))
+    task, batch, sizes = task_of(module, objective), Examples(None, torch.empty(0)), list[int]()
     if isinstance(federation, Federation):
-        sizes = set(federation.num_examples.tolist())
-        smallest = min(stop - start for size in sizes for start, stop in batch_bounds(size, training.batch_size))
+        sizes = federation.num_examples.tolist()
+        smallest = min(stop - start for size in set(sizes) for start, stop in batch_bounds(size, training.batch_size))
         some = pick(federation.train[0], slice(smallest))
         batch = Examples(federation.normalise(some.x), some.y)
         task.check(*batch, num_outputs)
@@ -103,7 +103,7 @@ def build_around(
     options = algorithms.resolve_options(section.name, section.options)
     resolved |= {"model": model, "training": training}
     resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
-    resolved["engine"], note = resolve_engine(experiment.engine, task, *batch)
+    resolved["engine"], note = resolve_engine(experiment.engine, task, *batch, sizes)
     if objective.name in OBJECTIVES and objective.name != "classification":
         resolved["task"] = objective.name
     return Built(experiment.model_copy(update=resolved), federation, method, notes=(*federation.warnings, note))
