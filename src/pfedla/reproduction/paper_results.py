@@ -160,7 +160,8 @@ def describe_columns(summary: Summary) -> list[str]:
         size = "" if data["samples_per_client"] == AUTO else f" of {data['samples_per_client']} images"
         leak = f", OVERLAPPING: {100 * first['leaked_test_share']:.0f} % leak" if data.get("overlapping") else ""
         lines.append(
-            f"{column}: {data['dataset']}{subset}{leak}, {len(first['score']['per_client'])} clients{size}, {100 * experiment['participation']:.0f} % a round, "
+            f"{column}: {data['dataset']}{subset}{leak}, {len(first['score']['per_client'])} clients{size}, "
+            f"{100 * experiment['participation']:.0f} % a round, "
             f"{'/'.join(map(str, sorted({cell['rounds'] for cell in cells})))} rounds, "
             f"{experiment['training']['local_epochs']} local epochs, "
             f"learning rate {'/'.join(map(str, rates))}; "
