@@ -129,6 +129,7 @@ def fails(shape, num_outputs):
 number = 3
 """
 RUN = ("run", "-d", "digits", "--clients", "3", "--samples", "40", "--rounds", "1", "--local-epochs", "1")
+SHARED = ("--samples", "400", "--set", "data.overlapping=true")
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "partition misspelled": ("did you mean 'dirichlet'", (*RUN, "--partition", "dirchlet")),
     "method misspelled": ("did you mean 'pfedla'", (*RUN, "-a", "pfedle")),
@@ -158,7 +159,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tuning of nothing": ("at least one", ("tune", *RUN[1:], "-a", ",")),
     "tuning in a full folder": ("full", ("tune", *RUN[1:], "-a", "local", "--out", "full")),
     "resume of no tuning": ("full", ("tune", *RUN[1:], "-a", "local", "--out", "full", "--resume")),
-    "tuning of clients that share examples": ("overlapping", ("tune", *RUN[1:], "--set", "data.overlapping=true")),
+    "tuning of clients that share examples": ("overlapping", ("tune", *RUN[1:], *SHARED, "-a", "local")),
     "methods that are no list": ("methods", ("tune", "methods.toml")),
 }
 

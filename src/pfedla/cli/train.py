@@ -119,8 +119,9 @@ def tune(
 
     Example: pfedla tune -a fedrep,pfedla,ditto -d digits --trials 10 --out runs/tuning
 
-    A quarter of every client's training examples validates; test examples are left out. The first trial of a method is
-    its defaults. Then: pfedla compare runs/tuning/tuned.toml --seeds 0,1,2
+    A quarter of every client's training examples validates; test examples are left out.
+
+    The first trial of a method is its defaults. Then: pfedla compare runs/tuning/tuned.toml --seeds 0,1,2
 
     Ctrl-C stops it; the same command with --resume continues, and with more --trials extends it.
     """
