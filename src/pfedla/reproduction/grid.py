@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -34,7 +34,8 @@ class Column(Section):
     paper_experiment: Values = Field({})  # the paper's own, longer budget
     row_experiment: dict[str, Values] = Field({})  # what a row has in this column alone
     only: list[str] = Field([])  # the rows of this column; empty: all
-    tuned: str = ""  # a file beside grid.toml that `pfedla tune` wrote: the options of every method in this column
+    tuned: str = ""  # a file beside grid.toml that `pfedla tune` wrote, perhaps one for each {seed}
+    options: dict[int, dict[str, Values]] = Field({})  # what these files say: by seed and row
     seeds: list[int] = Field([])  # the only seeds of this column; empty: all
     order: list[int] = Field(
         [0, 1], min_length=2, max_length=2
@@ -117,22 +118,22 @@ def load_grid(name: str) -> Grid:
     if name not in list_names():
         raise unknown("experiment", name, list_names())
     grid = Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
-    return grid.model_copy(
-        update={"columns": [_add_tuned(column, grid.rows, home() / name) for column in grid.columns]}
-    )
+    found = [read_tuned(column, grid, home() / name) for column in grid.columns]
+    columns = [one.model_copy(update={"options": options}) for one, options in zip(grid.columns, found, strict=True)]
+    return grid.model_copy(update={"columns": columns})
 
 
-def _add_tuned(column: Column, rows: Sequence[GridRow], folder: Path) -> Column:
-    """Return a column whose rows have the options that were tuned for it."""
-    if not column.tuned:
-        return column
-    tuned = tomllib.loads((folder / column.tuned).read_text(encoding="utf-8"))
-    found = dict(column.row_experiment)
-    for row in rows:
-        if own := dict(tuned.get(row.experiment["algorithm"]["name"], {})):
-            beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
-            found[row.name] = overlay({"algorithm": own, **beside}, found.get(row.name, {}))
-    return column.model_copy(update={"row_experiment": found})
+def read_tuned(column: Column, grid: Grid, folder: Path) -> dict[int, dict[str, Values]]:
+    """Return the options that were tuned for the rows of a column, by seed."""
+    found: dict[int, dict[str, Values]] = {}
+    for seed in grid.all_seeds if column.tuned else []:
+        path = folder / column.tuned.format(seed=seed)
+        tuned = tomllib.loads(path.read_text(encoding="utf-8"))
+        for row in grid.rows:
+            if own := dict(tuned.get(row.experiment["algorithm"]["name"], {})):
+                beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
+                found.setdefault(seed, {})[row.name] = {"algorithm": own, **beside}
+    return found
 
 
 def load_paper(name: str) -> Paper:
@@ -162,7 +163,7 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
             if not wanted.seeds and (seed not in (row.seeds or grid.seeds) or seed not in (column.seeds or [seed])):
                 continue
             budget = column.paper_experiment if wanted.paper_budget else {}
-            in_cell = column.row_experiment.get(row.name, {})
+            in_cell = overlay(column.options.get(seed, {}).get(row.name, {}), column.row_experiment.get(row.name, {}))
             asked = {"seed": seed} | ({"rounds": wanted.rounds} if wanted.rounds else {})
             parts = [grid.experiment, column.experiment, budget, row.experiment, in_cell, asked]
             cells.append(Cell(row.name, column.name, Experiment.parse(reduce(overlay, parts))))
