@@ -17,6 +17,7 @@ from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_mean
 from pfedla.report.significance import compare
 from pfedla.report.tables import markdown_table
+from pfedla.reproduction.site_results import SITES_NOTE, known_columns, tabulate_sites
 from pfedla.reproduction.summaries import collect_rows, read_summary
 
 HERE = Path(__file__).parent
@@ -199,7 +200,16 @@ def server_table() -> str:
     )
 
 
+def sites_tables() -> str:
+    """A table per data set: every site against training alone."""
+    parts = []
+    for column, rows in known_columns(read_results("sites")).items():
+        parts.append(f"### {column}\n\n{markdown_table(tabulate_sites(rows))}")
+    return "\n\n".join([*parts, SITES_NOTE])
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "sites": sites_tables,
     "tables": readme_table,
     "choosing": choosing_table,
     "standing": standing_table,
