@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pfedla.core.errors import PfedlaError
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction.grid import Wanted, list_cells, load_grid
 from pfedla.reproduction.paper_results import list_tables, write_figures, write_tables
@@ -97,10 +98,17 @@ rows = [
 ]
 """)
     for seed in (0, 1):
-        text = f"[fedrep]\nhead_epochs = {seed + 1}\ntuned_trials = 7\n[fedrep.training]\nlr = 0.{seed + 1}\n"
+        common = f'methods = ["fedrep"]\nseed = {seed}\nrounds = 2\n'
+        common += '[data]\ndataset = "digits"\n[training]\nlocal_epochs = 5\nbatch_size = 32\n'
+        text = f"{common}[fedrep]\nhead_epochs = {seed + 1}\ntuned_trials = 7\n[fedrep.training]\nlr = 0.{seed + 1}\n"
         (tmp_path / "small" / f"s{seed}.toml").write_text(text)
     for cell in list_cells(load_grid("small"), Wanted()):
         one, seed = cell.experiment, cell.experiment.seed
         if cell.row == "FedRep":
             assert (one.algorithm.options, one.training.lr) == ({"head_epochs": seed + 1}, (seed + 1) / 10)
         assert one.tuned_trials == (7 if cell.row == "FedRep" else 0)
+    with pytest.raises(PfedlaError, match="missing"):
+        list_cells(load_grid("small"), Wanted(seeds=[2]))
+    (tmp_path / "small" / "s3.toml").write_text((tmp_path / "small" / "s1.toml").read_text())
+    with pytest.raises(PfedlaError, match="seed = 1"):
+        list_cells(load_grid("small"), Wanted(seeds=[3]))

@@ -109,7 +109,13 @@ def tune(
     file: File = None,
     algorithms: Annotated[str | None, option("Method", ALGORITHMS_HELP, "--algorithms", "-a")] = None,
     trials: Annotated[int, option("Run", TRIALS_HELP)] = 10,
-    seeds: Annotated[str | None, option("Run", "Seeds separated by commas; a trial's value is their mean.")] = None,
+    seeds: Annotated[
+        str | None,
+        option(
+            "Run",
+            "Seeds separated by commas; a trial's value is their mean. One is enough unless the data have a fixed test split.",
+        ),
+    ] = None,
     setting: Annotated[list[str] | None, option("Method", SPREAD_HELP, "--set")] = None,
     out: Annotated[Path | None, option("Output", "Folder for the results; must not exist (default: runs/…).")] = None,
     resume: Annotated[bool, option("Output", RESUME_TUNING_HELP, "--resume")] = False,
@@ -121,7 +127,7 @@ def tune(
 
     A quarter of every client's training examples validates; test examples are left out.
 
-    The first trial of a method is its defaults. Then: pfedla compare runs/tuning/tuned.toml --seeds 0,1,2
+    The first trial of a method is its defaults. Then: pfedla compare runs/tuning/tuned.toml
 
     Ctrl-C stops it; the same command with --resume continues, and with more --trials extends it.
     """
@@ -139,7 +145,7 @@ def tune(
     with watching(trials * plan.total_rounds, quiet=quiet, hint=hint) as (display, signals):
         how = {"display": display, "stopping": signals.wanted, "build_one": plan.build, "resume": resume}
         found = tuning.tune(experiments, trials, plan.folder, seeds=numbers, **how)
-    path = tuning.write_tuned(plan.folder, found, comparison.label_methods(names))
+    path = tuning.write_tuned(plan.folder, found, comparison.label_methods(names), numbers)
     if not quiet:
         lines, notes = tuning.tabulate_tuning(found)
         notes += [f"{label}: {reason}" for label, reason in plan.reasons.items() if reason]

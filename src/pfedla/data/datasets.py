@@ -88,7 +88,7 @@ class Known(BaseModel, frozen=True):
 
     @property
     def of_table(self) -> dict[str, str]:
-        """The settings of [data] that a table of the user's own would need."""
+        """The settings of [data] for a table in this format."""
         found = {"label": self.label, "client": self.client, "missing": self.missing}
         return {key: value for key, value in found.items() if value}
 

@@ -49,7 +49,7 @@ ATTRIBUTES: Allowed = {
 FOLDS = ("train", "test")
 REGIONS = ((248, 63), (156, 40), (164, 42), (129, 33), (129, 33), (40, 11))  # patients of each fold
 
-EXERCISES, WEARERS, SIDES, AXES = 7, 10, 2, 6
+WEARERS, SIDES, AXES = 10, 2, 6
 WINDOW, HOP, TRAINING_SHARE = 100, 50, 0.7  # in samples, 50 a second; the share of a recording that trains
 
 DOMAINS = {"tweets": 4_200, "amazon": 3_708, "film": 10_605, "editorials": 5_190}  # texts
@@ -77,6 +77,8 @@ def load_heart(files: Sequence[Path], missing: str, *, fold: str = "") -> Datase
             tables.append(_read_values(path, rows, {**ATTRIBUTES, "disease": (0, 1, 2, 3, 4)}))
         table, owners = np.concatenate(tables), np.repeat([*HOSPITALS], [*HOSPITALS.values()])
     check_file(files[0], not np.isnan(table[:, -1]).any(), "a patient has no label")
+    if fold and missing == "impute":
+        raise PfedlaError('FLamby\'s test patients are of those without missing values: use missing = "drop"')
     names = names if missing == "impute" else list(TEN)
     there = np.isfinite(table[:, : len(names)]).sum(axis=1) == len(names)
     x, columns = _encode(table, {name: ATTRIBUTES[name] for name in names})

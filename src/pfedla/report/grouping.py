@@ -44,7 +44,9 @@ def group_runs(runs: Sequence[Path]) -> list[MethodTable]:
             continue
         experiment, result = reading.read_experiment(run), reading.read_result(run / "result.json")
         data = {key: value for key, value in experiment["data"].items() if key != "samples_per_client"}
-        common = {key: value for key, value in experiment.items() if key not in FREE} | {"data": data}
+        budget = {key: value for key, value in experiment["training"].items() if key != "lr"}
+        common = {key: value for key, value in experiment.items() if key not in FREE}
+        common |= {"data": data, "training": budget}
         shape = [result["task"], len(result["score"]["per_client"])]
         setting = json.dumps([common, shape], sort_keys=True, default=str)
         method = json.dumps({key: experiment.get(key) for key in METHOD}, sort_keys=True, default=str)

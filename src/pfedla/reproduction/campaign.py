@@ -4,11 +4,12 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ class Table(NamedTuple):
     folder: Path  # of results.json, the tables and the figure
 
     def write_summary(self, runs: Path) -> Values:
-        with FileLock(runs / f".{self.name}.lock"):  # several processes write it
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / ".lock"):  # several processes write it
             return write_summary(runs, self.name, self.grid, self.wanted, self.folder)
 
     def find_stored(self) -> list[Stored]:
@@ -66,7 +68,7 @@ def plan_tables(names: Iterable[str], wanted: Wanted, out: Path) -> list[Table]:
 
 
 def plan_queue(tables: Sequence[Table]) -> list[Entry]:
-    """Return the cells of all tables, those first that the grids want first; of cells of one experiment the first."""
+    """Return the cells of all tables in queue order; a cell that several tables ask for appears once."""
     found: dict[str, tuple[int, Entry]] = {}
     for table in tables:
         orders = {column.name: column.order for column in table.grid.columns}
@@ -92,16 +94,22 @@ def run_queue(queue: Sequence[Entry], runs: Path, display: Display, stopping: St
             datasets.load(name)  # raises before hours are spent on the others
     runs.mkdir(parents=True, exist_ok=True)
     display.skip(sum(cell.experiment.rounds for _, cell in queue) - sum(cell.experiment.rounds for _, cell in missing))
+    lower_priority()
     if min(jobs, len(missing)) <= 1:
         run_cells(missing, runs, display, stopping)
     else:
         run_in_processes(missing, runs, display, stopping, min(jobs, len(missing)))
 
 
-def run_cells(entries: Sequence[Entry], runs: Path, display: Display, stopping: Stopping, threads: int = 0) -> None:
-    """Run the cells in their order, beside other processes that do the same; return when all are done."""
+def run_cells(
+    entries: Sequence[Entry], runs: Path, display: Display | None, stopping: Stopping, threads: int = 0
+) -> None:
+    """Run the cells in their order, beside other processes that do the same; return when all are done.
+
+    A cell that cannot be run is left out; the error is raised after the others.
+    """
     load, written = lru_cache(maxsize=1)(datasets.load), time.monotonic()  # one at a time: CIFAR is large
-    left = list(entries)
+    left, failed = list(entries), dict[str, PfedlaError]()
     while left:
         busy = []
         for table, cell in left:
@@ -114,19 +122,26 @@ def run_cells(entries: Sequence[Entry], runs: Path, display: Display, stopping: 
             except InUseError:
                 busy.append((table, cell))
                 continue
+            except PfedlaError as error:
+                failed[f"{cell.row}, {cell.column}, seed {cell.experiment.seed}"] = error
             if time.monotonic() - written > WRITE_AFTER:
                 table.write_summary(runs)
                 written = time.monotonic()
         left = [entry for entry in busy if not is_done(runs, entry[1])]
         if left:
             time.sleep(POLL)
+    for what, why in failed.items():
+        raise PfedlaError(f"{len(failed)} runs failed; {what}: {why}")
 
 
 def run_cell(
-    cell: Cell, runs: Path, load: Callable[[str, str], Any], display: Display, stopping: Stopping, threads: int
+    cell: Cell, runs: Path, load: Callable[[str, str], Any], display: Display | None, stopping: Stopping, threads: int
 ) -> None:
     path, what = runs / cell.folder, f"{cell.row}, {cell.column}"
-    display.begin(what, cell.experiment.seed)
+    if is_running(runs, cell):  # before anything is built
+        raise InUseError(f"{path} is in use by another process")
+    if display:
+        display.begin(what, cell.experiment.seed)
     engine = cell.experiment.engine.model_copy(update={"threads": threads})
     experiment = cell.experiment.model_copy(update={"engine": engine})
     try:
@@ -135,7 +150,8 @@ def run_cell(
         Run(built, folder, display=display, stopping=stopping, pictures=False).complete()
         write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
     except (NotApplicableError, GaveUpError) as error:
-        display.say(f"{what}: {error}")
+        say = display.say if display else partial(print, file=sys.stderr, flush=True)
+        say(f"{what}: {error}")
         path.mkdir(exist_ok=True)
         reason = {"reason": str(error), "gave_up": isinstance(error, GaveUpError)}
         write_text(path / REASON, json.dumps(reason) + "\n")
@@ -148,14 +164,12 @@ def run_in_processes(entries: Sequence[Entry], runs: Path, display: Display, sto
     for worker in workers:
         worker.start()
     try:
-        while any(worker.is_alive() for worker in workers):
-            if stopping():
-                for worker in workers:
-                    worker.terminate()
-                break
+        while any(worker.is_alive() for worker in workers) and not stopping():
             follow(entries, runs, display)
             time.sleep(POLL)
     finally:
+        for worker in workers:
+            worker.terminate()  # those that are still at work finish their round
         for worker in workers:
             worker.join()
     follow(entries, runs, display)
@@ -168,9 +182,10 @@ def run_in_processes(entries: Sequence[Entry], runs: Path, display: Display, sto
 def work(entries: Sequence[Entry], runs: Path, threads: int, parent: int) -> None:
     """Take cells until all are done; stop after the round at hand if the parent has ended."""
     lower_priority()
-    with Interruption(quiet=True) as signals, Display(1, quiet=True) as display:
+    with Interruption(quiet=True) as signals:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent passes it on
         try:
-            run_cells(entries, runs, display, lambda: signals.wanted() or os.getppid() != parent, threads)
+            run_cells(entries, runs, None, lambda: signals.wanted() or os.getppid() != parent, threads)
         except Stopped:
             return
         except PfedlaError as error:
@@ -180,7 +195,7 @@ def work(entries: Sequence[Entry], runs: Path, threads: int, parent: int) -> Non
 def lower_priority() -> None:
     """Leave the machine to everything else: a campaign takes days."""
     if hasattr(os, "nice"):
-        os.nice(19)
+        os.nice(19 - os.nice(0))
 
 
 def follow(entries: Sequence[Entry], runs: Path, display: Display) -> None:

@@ -5,7 +5,7 @@ import json
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,6 @@ class Column(Section):
     row_experiment: dict[str, Values] = Field({})  # what a row has in this column alone
     only: list[str] = Field([])  # the rows of this column; empty: all
     tuned: str = ""  # a file beside grid.toml that `pfedla tune` wrote, perhaps one for each {seed}
-    options: dict[int, dict[str, Values]] = Field({})  # what these files say: by seed and row
     seeds: list[int] = Field([])  # the only seeds of this column; empty: all
     order: list[int] = Field(
         [0, 1], min_length=2, max_length=2
@@ -51,6 +50,7 @@ class Grid(Section):
     form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites"]
     source: str = "paper"  # whose numbers paper.toml has
     seeds: list[int] = Field([0], min_length=1)
+    folder: str = ""  # where the files are that its columns name
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
@@ -118,22 +118,34 @@ def load_grid(name: str) -> Grid:
     if name not in list_names():
         raise unknown("experiment", name, list_names())
     grid = Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
-    found = [read_tuned(column, grid, home() / name) for column in grid.columns]
-    columns = [one.model_copy(update={"options": options}) for one, options in zip(grid.columns, found, strict=True)]
-    return grid.model_copy(update={"columns": columns})
+    return grid.model_copy(update={"folder": str(home() / name)})
 
 
-def read_tuned(column: Column, grid: Grid, folder: Path) -> dict[int, dict[str, Values]]:
-    """Return the options that were tuned for the rows of a column, by seed."""
-    found: dict[int, dict[str, Values]] = {}
-    for seed in grid.all_seeds if column.tuned else []:
-        path = folder / column.tuned.format(seed=seed)
-        tuned = tomllib.loads(path.read_text(encoding="utf-8"))
-        for row in grid.rows:
-            if own := dict(tuned.get(row.experiment["algorithm"]["name"], {})):
-                beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
-                found.setdefault(seed, {})[row.name] = {"algorithm": own, **beside}
-    return found
+def read_tuned(grid: Grid, column: Column, seed: int) -> dict[str, Values]:
+    """Return the options that were tuned for a column and seed, by method."""
+    if not column.tuned:
+        return {}
+    path = Path(grid.folder) / column.tuned.format(seed=seed)
+    tuned = _read_tuned(path)
+    asked = flatten(reduce(overlay, [grid.experiment, column.experiment]))
+    asked |= {"seed": seed} if "{seed}" in column.tuned else {}
+    found = flatten(tuned)
+    for key in ("seed", "rounds", "data.dataset", "training.local_epochs", "training.batch_size"):
+        if asked.get(key, found[key]) != found[key]:
+            raise PfedlaError(f"{path} was tuned with {key} = {found[key]}, the column has {asked[key]}")
+    methods: dict[str, Values] = {}
+    for name in tuned["methods"]:
+        own = dict(tuned[name])
+        beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
+        methods[name] = {"algorithm": own, **beside}
+    return methods
+
+
+@lru_cache(maxsize=64)
+def _read_tuned(path: Path) -> Values:
+    if not path.exists():
+        raise PfedlaError(f"{path} is missing: `pfedla tune` writes it")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def load_paper(name: str) -> Paper:
@@ -163,7 +175,8 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
             if not wanted.seeds and (seed not in (row.seeds or grid.seeds) or seed not in (column.seeds or [seed])):
                 continue
             budget = column.paper_experiment if wanted.paper_budget else {}
-            in_cell = overlay(column.options.get(seed, {}).get(row.name, {}), column.row_experiment.get(row.name, {}))
+            tuned = read_tuned(grid, column, seed).get(row.experiment["algorithm"]["name"], {})
+            in_cell = overlay(tuned, column.row_experiment.get(row.name, {}))
             asked = {"seed": seed} | ({"rounds": wanted.rounds} if wanted.rounds else {})
             parts = [grid.experiment, column.experiment, budget, row.experiment, in_cell, asked]
             cells.append(Cell(row.name, column.name, Experiment.parse(reduce(overlay, parts))))

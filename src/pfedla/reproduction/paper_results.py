@@ -26,7 +26,7 @@ ROUNDS = 75  # of the paper's table of MiB
 NOTE = (
     "Test {metric} of the personal models on every client's own test data, mean of clients, last round. "
     "With several seeds: mean ± standard error (seeds). Bold: the best row, and those not significantly worse at 5 %. "
-    "A dash: the method does not apply to the model."
+    "A dash: the method does not apply to the model. Of published numbers ± is the standard deviation."
 )
 PAIRED_NOTE = (
     "Difference to the first, the row with the {best} mean of those with the most seeds: paired over the "
@@ -187,13 +187,12 @@ def to_csv(summary: Summary, paper: Paper) -> str:
     """Return a line per column and row; scores are as in the tables, an accuracy in %."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    metric = metric_of(summary)
-    ours = ["seeds", metric.name, "se", "worst", "p10", "spread", "share_better", "mib"]
+    ours = ["metric", "seeds", "mean", "se", "worst", "p10", "spread", "share_better", "mib"]
     tested = ["difference_to_first", "low", "high", "p", "p_corrected", "test", "paired_seeds"]
-    theirs = [f"paper_{metric.name}", "paper_std", "paper_mib"]
+    theirs = ["paper_mean", "paper_std", "paper_mib"]
     writer.writerow(["column", "row", *ours, *tested, *theirs, "reason"])
     for column, table in compare_rows(summary).items():
-        for row in table.rows:
+        for row, metric in ((row, table.metric) for row in table.rows):
             found = table.analysis.summaries.get(row.algorithm)
             numbers = [scale(metric, one) for one in found[1:6]] + [found.share_better] if found else [None] * 6
             one = table.analysis.to_best.get(row.algorithm)
@@ -202,7 +201,7 @@ def to_csv(summary: Summary, paper: Paper) -> str:
             shown = [round(one, 4) if isinstance(one, float) else one for one in (*numbers, row.mib, *paired)]
             printed = [paper.get(column, {}).get(row.algorithm, {}).get(key) for key in ("mean", "std", "mib")]
             reason = next(iter(row.gave_up.values()), row.not_applicable)
-            writer.writerow([column, row.algorithm, len(row.results), *shown, *printed, reason])
+            writer.writerow([column, row.algorithm, metric.name, len(row.results), *shown, *printed, reason])
     return text.getvalue()
 
 

@@ -119,7 +119,7 @@ def describe_column(rows: Mapping[str, Row]) -> str:
     parts = [f"{experiment['data']['dataset']}, {len(first['clients'])} sites, model {experiment['model']}"]
     parts.append(f"{first['rounds']} rounds of {experiment['training']['local_epochs']} local epochs, {seeds} seeds")
     parts += [tuning] if (tuning := table.describe_tuning()) else []
-    return f"{'; '.join(parts)}; {sum(cell['seconds'] for cell in table.results) / 60:.0f} CPU-minutes."
+    return f"{'; '.join(parts)}; {sum(cell['seconds'] for cell in table.results) / 60:.0f} minutes of runs."
 
 
 def known_columns(summary: Summary) -> dict[str, dict[str, Row]]:
@@ -134,7 +134,8 @@ def to_markdown(summary: Summary) -> str:
         parts += [f"### {column}", describe_column(rows), markdown_table(tabulate_metrics(rows)), METRICS_NOTE]
         parts += [f"{table.metric.label}, all methods against Local:", markdown_table(table.tabulate_differences())]
         parts += [markdown_table(tabulate_sites(rows)), SITES_NOTE]
-    return "\n\n".join(parts) + "\n"
+        parts += ["\n".join(f"- {name}: {row.outcome}" for name, row in rows.items() if row.gave_up)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def to_csv(summary: Summary) -> str:

@@ -145,7 +145,7 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         federation = read_object(run / FEDERATION)
         tested = [sum(counts) for counts in federation["test"]]
         summary |= {"clients": federation["clients"], "test_examples": tested, "baseline": result["baseline"]}
-    summary |= {"tuned_trials": result["tuned_trials"]} if result.get("tuned_trials") else {}
+    summary |= {"tuned_trials": cell.experiment.tuned_trials} if cell.experiment.tuned_trials else {}
     return (
         {**summary, "alpha": _thin_alpha(run, 1 if grid.form == "sites" else SNAPSHOTS)}
         if grid.shows_alpha
@@ -173,6 +173,8 @@ def ran_here(cell: Values) -> bool:
 def list_differences(before: Values, again: Values) -> list[str]:
     """Return which numbers of a cell differ after a repetition."""
     apart = {"seconds", "run_by", "experiment", "run"}
+    if "score" not in again:
+        return ["score"]
     return sorted(key for key in before.keys() & again.keys() - apart if before[key] != again[key])
 
 

@@ -244,8 +244,11 @@ def tabulate_tuning(found: Mapping[str, Tuned]) -> tuple[list[list[str]], list[s
     return lines, notes
 
 
-def write_tuned(folder: Path, found: Mapping[str, Tuned], names: Mapping[str, str]) -> Path:
-    """Write tuned.toml for `pfedla compare`: all settings, a section per method; `names`: the label of each."""
+def write_tuned(folder: Path, found: Mapping[str, Tuned], names: Mapping[str, str], seeds: Sequence[int]) -> Path:
+    """Write tuned.toml for `pfedla compare`: all settings, a section per method; `names`: the label of each.
+
+    It names the seeds of the tuning, because their test examples were left out, not those of other seeds.
+    """
     first, name_of = next(iter(found.values())), {label: name for name, label in names.items()}
     common = tomllib.loads(first.experiment.to_toml())
     del common["algorithm"], common["tuned_trials"]
@@ -256,6 +259,9 @@ def write_tuned(folder: Path, found: Mapping[str, Tuned], names: Mapping[str, st
         options = {**one.experiment.algorithm.options, **chosen.get("algorithm", {})}
         beside = {"tuned_trials": chosen["tuned_trials"], "training": own | chosen.get("training", {})}
         sections[name_of[label]] = options | beside
-    head = "# Options chosen by `pfedla tune` on a part of the training examples; no test example was used.\n"
-    write_text(folder / TUNED, head + tomli_w.dumps({"methods": list(names), **common, **sections}))
+    head = (
+        "# Options chosen by `pfedla tune` on a part of the training examples; no test example of the seed was used.\n"
+    )
+    lists = {"methods": list(names), "seeds": list(seeds)}
+    write_text(folder / TUNED, head + tomli_w.dumps({**lists, **common, **sections}))
     return folder / TUNED
