@@ -111,10 +111,7 @@ def tune(
     trials: Annotated[int, option("Run", TRIALS_HELP)] = 10,
     seeds: Annotated[
         str | None,
-        option(
-            "Run",
-            "Seeds separated by commas; a trial's value is their mean. One is enough unless the data have a fixed test split.",
-        ),
+        option("Run", "Seeds; a trial's value is their mean. Use one unless the data have a fixed test split."),
     ] = None,
     setting: Annotated[list[str] | None, option("Method", SPREAD_HELP, "--set")] = None,
     out: Annotated[Path | None, option("Output", "Folder for the results; must not exist (default: runs/…).")] = None,
