@@ -158,10 +158,10 @@ def test_a_table_shows_seeds_the_papers_number_and_what_was_not_run() -> None:
     assert r"x\_1 & 55.00 $\pm$ 5.00 (2) & 55.50 $\pm$ 0.25 & -- \\" in latex
     lines = paper_results.to_csv(summary, paper).splitlines()
     found = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    shown = [found[0][key] for key in ("seeds", "accuracy", "se", "worst", "mib", "paper_std")]
+    shown = [found[0][key] for key in ("seeds", "mean", "se", "worst", "mib", "paper_std")]
     assert shown == ["2", "55.0", "5.0", "55.0", "3.0", "0.25"]
     assert (found[1]["difference_to_first"], found[1]["paired_seeds"], found[1]["p"]) == ("4.0", "1", "")
-    assert (found[2]["seeds"], found[2]["accuracy"], found[2]["reason"]) == ("0", "", "it does not work")
+    assert (found[2]["seeds"], found[2]["mean"], found[2]["reason"]) == ("0", "", "it does not work")
 
 
 def test_a_supported_difference_is_bold_beside_the_first() -> None:

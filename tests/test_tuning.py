@@ -326,8 +326,8 @@ def test_the_file_reproduces_the_values_and_can_be_compared(pfedla, tmp_path: Pa
     assert "head_epochs" in out
     assert "FedBN" in out  # why it was not tuned
     tuned, values = json.loads((tmp_path / "t" / TUNING).read_text()), read_toml(tmp_path / "t" / TUNED)
-    names = values.pop("methods")
-    assert names == ["fedrep", "ditto", "fedbn", "fedprox"]
+    names, seeds = values.pop("methods"), values.pop("seeds")
+    assert (names, seeds) == (["fedrep", "ditto", "fedbn", "fedprox"], [0])
     plan = plan_comparison(values, names, [0], tmp_path / "unused", tuning=True)
     for (label, _), experiment in plan.experiments.items():
         assert experiment.tuned_trials == 4
