@@ -134,7 +134,7 @@ def read_tuned(grid: Grid, column: Column, seed: int) -> dict[str, Values]:
         if asked.get(key, found[key]) != found[key]:
             raise PfedlaError(f"{path} was tuned with {key} = {found[key]}, the column has {asked[key]}")
     methods: dict[str, Values] = {}
-    for name in tuned["methods"]:
+    for name in [one for one in tuned["methods"] if one in tuned]:  # a method may not fit
         own = dict(tuned[name])
         beside = {key: own.pop(key) for key in ("training", "tuned_trials")}
         methods[name] = {"algorithm": own, **beside}
