@@ -98,6 +98,35 @@ def test_cox_loss_and_concordance_by_hand() -> None:
     assert cox_loss(hazard, y * torch.tensor([1.0, 0.0])) == 0  # nobody has the event
 
 
+@given(st.integers(2, 30), st.integers(1, 6), st.integers(0, 10**6))
+def test_concordance_is_that_of_lifelines(count: int, different: int, seed: int) -> None:
+    """With ties in times and risks, without comparable pairs, with a single patient's event."""
+    from lifelines.utils import concordance_index
+
+    draws = np.random.default_rng(seed)
+    time, risk = draws.integers(0, different, count).astype(float), draws.integers(0, different, count).astype(float)
+    event = draws.integers(0, 2, count).astype(float)
+    found = concordance(risk[:, None], np.stack([time, event], axis=1))
+    try:
+        expected = concordance_index(time, -risk, event)
+    except ZeroDivisionError:  # no pair can be compared
+        assert math.isnan(found)
+    else:
+        assert found == pytest.approx(expected)
+
+
+def test_the_cox_loss_is_the_likelihood_of_lifelines() -> None:
+    import pandas
+    from lifelines import CoxPHFitter
+
+    draws = np.random.default_rng(0)
+    x, time, event = draws.normal(size=50), draws.permutation(50) + 1.0, draws.integers(0, 2, 50)
+    fitted = CoxPHFitter().fit(pandas.DataFrame({"x": x, "time": time, "event": event}), "time", "event")
+    hazard = torch.tensor(x * fitted.params_["x"])[:, None]  # lifelines centres x, which the likelihood does not feel
+    loss = cox_loss(hazard, torch.tensor(np.stack([time, event], axis=1)))
+    assert -loss.item() * event.sum() == pytest.approx(fitted.log_likelihood_)
+
+
 def test_where_lower_is_better_the_worst_is_the_largest() -> None:
     values = torch.tensor([1.0, 3.0, torch.nan, 2.0])
     found = summarise(values, higher_is_better=False)

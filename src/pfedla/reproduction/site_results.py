@@ -15,7 +15,7 @@ from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_estimate
 from pfedla.report.significance import LEVEL, Difference, Scores, compare_all, standard_error
 from pfedla.report.tables import latex_table, markdown_table
-from pfedla.reproduction.paper_figures import Weights, collect_weights
+from pfedla.reproduction.paper_figures import collect_weights
 from pfedla.reproduction.summaries import Summary, collect_rows
 
 LOCAL = "Local"
@@ -197,12 +197,10 @@ def draw_sites(summary: Summary) -> Any:
 
 def draw_borrowing(summary: Summary) -> Any:
     """Draw who borrows from whom: alpha after the last round, mean over layers and seeds."""
-    found: list[tuple[Weights, list[str]]] = []
-    for panel in collect_weights(summary):
+    found = [panel for panel in collect_weights(summary) if panel.cells[0]["row"] in ASKED]
+    figure, axes = panels(len(found), (3.4, 3.2), most=4)
+    for axis, panel in zip(axes, found, strict=True):
         clients = panel.cells[0]["clients"]
-        found.append((panel, clients))
-    figure, axes = panels(len(found), (3.4, 3.2), most=3)
-    for axis, (panel, clients) in zip(axes, found, strict=True):
         weights = panel.alpha[-1].mean(1)  # over the layers
         axis.imshow(weights, cmap="YlGnBu", vmin=0, vmax=1, interpolation="nearest")
         for receiver, row in enumerate(weights if len(clients) <= 6 else []):
