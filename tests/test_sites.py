@@ -94,7 +94,10 @@ def test_four_domains(real) -> None:
     assert ((abs(norms - 1) < 1e-5) | (norms == 0)).all()  # a text may be a single sign
 
 
-@pytest.mark.parametrize("name", METRICS)
+SLOW = ("watch", "sentiment")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in METRICS])
 def test_a_run_needs_no_further_option(pfedla, real, name: str) -> None:
     real(name)
     code, out, err = pfedla("run", "-d", name, "-a", "pfedla", "--rounds", 2, "--local-epochs", 1, "--out", "r")
@@ -395,7 +398,7 @@ def test_another_table_in_the_form_of_the_hospitals(directory: Path, pfedla) -> 
     assert code == 0, err
 
 
-@pytest.mark.parametrize("name", ["heart-disease", "tcga-brca", "watch"])
+@pytest.mark.parametrize("name", ["heart-disease", "tcga-brca", pytest.param("watch", marks=pytest.mark.slow)])
 def test_sites_behind_flower(directory: Path, tmp_path: Path, pfedla, name: str) -> None:
     """Also where a client's headline metric is undefined; the run folder knows how raw examples are scaled."""
     files = SITES[name]()

@@ -257,6 +257,7 @@ def test_stopped_and_resumed_it_ends_as_any_other(tmp_path: Path) -> None:
     assert {line["number"] for line in journal(cut)} == set(range(7))
 
 
+@pytest.mark.slow
 def test_more_trials_and_more_methods_extend_a_tuning(tmp_path: Path) -> None:
     tune(experiments("fedrep"), 3, tmp_path / "t", build_one=build_toy)
     tune(experiments("fedrep", "ditto"), 6, tmp_path / "t", build_one=build_toy, resume=True)
@@ -354,6 +355,7 @@ def test_the_file_reproduces_the_values_and_can_be_compared(pfedla, tmp_path: Pa
     assert read_result(path)["tuned_trials"] == 0  # of an older version
 
 
+@pytest.mark.slow
 def test_other_methods_can_join_the_comparison_of_a_tuned_file(pfedla, tmp_path: Path) -> None:
     assert pfedla("tune", "-a", "fedrep,ditto", *QUICK, "--trials", 2, "--out", "t", "-q")[0] == 0
     assert pfedla("compare", "t/tuned.toml", "-a", "fedrep", "--out", "c", "-q")[0] == 0
