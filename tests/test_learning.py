@@ -8,6 +8,7 @@ from torch import nn
 
 from pfedla import simulate
 from pfedla.algorithms import ALGORITHMS
+from pfedla.core.contracts import Cohort
 from pfedla.core.errors import PfedlaError
 from pfedla.core.objectives import accuracy
 from pfedla.core.tasks import task_of
@@ -72,6 +73,23 @@ def test_the_opposite_sign_of_the_step_would_find_the_other_cluster(form: str, r
     algorithm = algorithm.model_copy(update={"hypernetwork_lr": -rate})
     played, _ = play(algorithm, federation, rounds=range(1, 61), evaluate_every=60)
     assert own_cluster_mass(algorithm.alpha(played[-1].server)).mean() < 0.05
+
+
+def test_a_step_after_which_the_logits_overflow_is_not_taken() -> None:
+    """Heads and features may be finite while their product is not: alpha would be nan from then on."""
+    algorithm, cohort = make("pfedla"), Cohort.everyone(toy_federation().num_examples, 1, 0)
+    server = algorithm.init_server(6, 0)
+    server["hypernetworks"]["trunk2.bias"][0] = 1e19
+    draws = torch.Generator().manual_seed(0)
+    for value in server["models"].values():
+        value += 0.1 * torch.randn(value.shape, generator=draws)
+    downloads = algorithm.download(server, cohort)
+    uploads = downloads.map(torch.clone)
+    for value in uploads.tensors.values():
+        value += torch.randn(value.shape, generator=draws)
+    after = algorithm.aggregate(server, cohort, downloads, uploads)
+    assert algorithm.weigh(after, cohort.ids).isfinite().all()
+    assert (after["hypernetworks"]["heads.weight"][1:] != 0).any()
 
 
 @pytest.mark.slow

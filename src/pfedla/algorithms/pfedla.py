@@ -192,8 +192,8 @@ class LearnedMix(MixedModels):
                 gradient = torch.where(used, gradient.sum(1, keepdim=True), 0.0)
             network, before = self._network(num_clients(server)), take(server["hypernetworks"], ids)
             stepped = network.step(before, gradient, self.hypernetwork_lr, damped=self.damped)
-            # A huge upload can overflow the gradient; that client's weights then stay as they were.
-            sound = finite_rows(stepped).nonzero().squeeze(1)
+            # A huge upload can overflow the gradient, or the logits; that client's weights then stay as they were.
+            sound = (finite_rows(stepped) & finite_rows({"alpha": network.alpha(stepped)})).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
         return super().aggregate(server, cohort, downloads, uploads)
