@@ -324,7 +324,7 @@ def test_reproduce_runs_a_figure_and_checks_it(pfedla, tmp_path: Path, monkeypat
     assert code == 0, err
     assert "pFedLA" in out
     folder = tmp_path / "runs" / "reproduce" / "small"
-    names = {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf", "figure.svg"}
+    names = {"results.json", "table.md", "table.csv", "table.tex", "figure.png", "figure.pdf", "figure.svg"} | {".lock"}
     assert {path.name for path in folder.iterdir()} == names
     assert pfedla("reproduce", "small", "-a", "pfedla", "--check")[0] == 0
     path = folder / "results.json"
