@@ -13,9 +13,9 @@ from pfedla.report.figures import FORMATS, escape_math, panels, save
 from pfedla.report.methods import MethodTable, show_difference, show_interval
 from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_estimate
-from pfedla.report.significance import LEVEL, Difference, Scores, compare_all, standard_error
+from pfedla.report.significance import LEVEL, TESTED, Difference, Scores, compare_all, standard_error
 from pfedla.report.tables import latex_table, markdown_table
-from pfedla.reproduction.paper_figures import collect_weights
+from pfedla.reproduction.paper_figures import collect_weights, count_seeds
 from pfedla.reproduction.summaries import Summary, collect_rows
 
 LOCAL = "Local"
@@ -117,7 +117,8 @@ def describe_column(rows: Mapping[str, Row]) -> str:
     first, experiment = table.results[0], table.results[0]["experiment"]
     seeds = len({cell["seed"] for cell in table.results})
     parts = [f"{experiment['data']['dataset']}, {len(first['clients'])} sites, model {experiment['model']}"]
-    parts.append(f"{first['rounds']} rounds of {experiment['training']['local_epochs']} local epochs, {seeds} seeds")
+    budget = f"{first['rounds']} rounds of {experiment['training']['local_epochs']} local epochs"
+    parts += [budget, count_seeds(seeds)]
     parts += [tuning] if (tuning := table.describe_tuning()) else []
     return f"{'; '.join(parts)}; {sum(cell['seconds'] for cell in table.results) / 60:.0f} minutes of runs."
 
@@ -182,7 +183,10 @@ def draw_sites(summary: Summary) -> Any:
             known = {at: np.array([*site.scores[name].values()], float).reshape(-1) for at, site in enumerate(sites)}
             values = {at: metric.factor * found for at, found in known.items() if len(found)}
             means = [found.mean() for found in values.values()]
-            wide = [stats.sem(v) * stats.t.ppf(1 - LEVEL / 2, len(v) - 1) if len(v) > 1 else 0 for v in values.values()]
+            wide = [
+                stats.sem(v) * stats.t.ppf(1 - LEVEL / 2, len(v) - 1) if len(v) >= TESTED else 0
+                for v in values.values()
+            ]
             style = {"color": "black" if name == LOCAL else f"C{number - 1}", "markersize": 4, "linewidth": 1.2}
             axis.errorbar([at + offset for at in values], means, wide, fmt="o", capsize=2, label=name, **style)
         axis.set_xticks(range(len(sites)), [escape_math(f"{one.name}\n({one.test_examples})") for one in sites])
