@@ -9,7 +9,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.reproduction import grid as grids
 from pfedla.reproduction.grid import Wanted, list_cells, load_grid
 from pfedla.reproduction.paper_results import list_tables, write_figures, write_tables
-from pfedla.reproduction.site_results import collect_sites, known_columns, tabulate_metrics, tabulate_sites
+from pfedla.reproduction.site_results import collect_sites, draw_sites, known_columns, tabulate_metrics, tabulate_sites
 
 SITES, SEEDS = ["north", "south", "island"], range(8)
 TASK = {"name": "classification", "metric": "auroc", "higher_is_better": True, "percent": False}
@@ -73,6 +73,14 @@ def test_all_metrics_stand_beside_the_constant_answer(summary: dict[str, Any]) -
     assert list(found) == ["Local", "FedAvg", "pFedLA", "majority class"]
     assert found["majority class"] == {"AUROC": "0.500", "accuracy %": "75.0"}
     assert found["FedAvg"]["accuracy %"].strip("*") == "90.0 ± 0.0"
+
+
+def test_a_method_has_one_colour_in_every_panel(summary: dict[str, Any]) -> None:
+    other = [{**cell, "column": "Nowhere"} for cell in summary["cells"] if cell["row"] != "FedAvg"]
+    figure = draw_sites({**summary, "cells": summary["cells"] + other})
+    drawn = [{c.get_label(): c[0].get_color() for c in axis.containers} for axis in figure.axes]
+    assert [set(one) for one in drawn] == [{"Local", "FedAvg", "pFedLA"}, {"Local", "pFedLA"}]
+    assert drawn[0].items() >= drawn[1].items()
 
 
 def test_files_of_a_table_of_sites(summary: dict[str, Any], tmp_path: Path) -> None:

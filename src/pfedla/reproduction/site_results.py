@@ -177,9 +177,10 @@ def draw_sites(summary: Summary) -> Any:
     figure, axes = panels(len(columns), (5.2, 3.6), most=2)
     for axis, (column, rows) in zip(axes, columns.items(), strict=True):
         metric, sites = rows[LOCAL].metric, collect_sites(rows)
-        shown = [name for name in (LOCAL, *ASKED) if rows[name].results]
-        for number, name in enumerate(shown):
-            offset = 0.7 * (number / max(1, len(shown) - 1) - 0.5)
+        for number, name in enumerate((LOCAL, *ASKED)):  # a method has its place and colour in every panel
+            if not rows[name].results:
+                continue
+            offset = 0.7 * (number / len(ASKED) - 0.5)
             known = {at: np.array([*site.scores[name].values()], float).reshape(-1) for at, site in enumerate(sites)}
             values = {at: metric.factor * found for at, found in known.items() if len(found)}
             means = [found.mean() for found in values.values()]
@@ -189,6 +190,9 @@ def draw_sites(summary: Summary) -> Any:
             ]
             style = {"color": "black" if name == LOCAL else f"C{number - 1}", "markersize": 4, "linewidth": 1.2}
             axis.errorbar([at + offset for at in values], means, wide, fmt="o", capsize=2, label=name, **style)
+        for at in [at for at, site in enumerate(sites) if not site.scores[LOCAL]]:
+            style = {"transform": axis.get_xaxis_transform(), "ha": "center", "color": "0.4", "fontsize": 8}
+            axis.text(at, 0.5, "undefined", **style)
         axis.set_xticks(range(len(sites)), [escape_math(f"{one.name}\n({one.test_examples})") for one in sites])
         axis.tick_params(axis="x", labelsize=7, rotation=0 if len(sites) < 8 else 90)
         axis.set(title=column, ylabel=metric.axis, xlim=(-0.5, len(sites) - 0.5))
