@@ -104,6 +104,39 @@ def standing_table() -> str:
     return markdown_table(lines)
 
 
+def claims_table() -> str:
+    """What the paper claims, and in how many columns of Tables 1 and 2 it holds here, for its rule and for ours."""
+    columns = {
+        (table, column): rows for table in SPLITS for column, rows in collect_rows(read_results(table)).items()
+    }
+    everywhere, non_iid_2 = list(columns), [place for place in columns if place[0] == "table2"]
+    lines = [["claim", "the paper's rule", "held-out", "where to look"]]
+    for claim, other, places, tables in (
+        ("pFedLA is better than Local", "Local", everywhere, "`table1 table2`"),
+        ("pFedLA is better than FedAvg", "FedAvg", everywhere, "`table1 table2`"),
+        ("pFedLA is better than FedRep with dominant classes", "FedRep", non_iid_2, "`table2`"),
+    ):
+        found = [judge([(columns[at][row], columns[at][other]) for at in places]) for row in ("pFedLA", "pFedLA held-out")]
+        lines.append([claim, *found, tables])
+    retained = [
+        judge([(rows[f"Heur{row}"], rows[row]) for rows in columns.values()], at_least=-1.0)
+        for row in ("pFedLA", "pFedLA held-out")
+    ]
+    lines.append(["HeurpFedLA is within a point of pFedLA", *retained, "`table1 table2`"])
+    return markdown_table(lines)
+
+
+def judge(pairs: list[tuple[Row, Row]], at_least: float = 0.0) -> str:
+    """Return yes, no or partly: in how many columns the difference of two rows is at least so many points."""
+    found = [compare(ours.headline_scores, theirs.headline_scores) for ours, theirs in pairs]
+    gaps = [100 * one.mean for one in found if one is not None]
+    if not gaps:
+        return "not run"
+    holds = sum(gap >= at_least for gap in gaps)
+    word = "yes" if holds == len(gaps) else "partly" if holds else "no"
+    return f"{word}: {holds} of {len(gaps)} columns, {min(gaps):+.1f} to {max(gaps):+.1f} points".replace("-", "−")
+
+
 def tuning_table() -> str:
     """A row per trial, a column per setting: accuracy, and the self-weights of the layers."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -213,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tables": readme_table,
     "choosing": choosing_table,
     "standing": standing_table,
+    "claims": claims_table,
     "tuning": tuning_table,
     "joining": joining_table,
     "round": round_table,

@@ -69,13 +69,19 @@ def format1(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / "results", tmp_path / "results"))
 
 
+def grid_of(folder: Path) -> Grid:
+    """Return the grid that the summaries of format 1 were made for."""
+    return Grid.model_validate(tomllib.loads((folder / "grid.toml").read_text()))
+
+
 @pytest.mark.parametrize(("name", "count"), [("table1", 58), ("table3", 7)])
 def test_cells_of_format_1_are_recognised(format1: Path, name: str, count: int) -> None:
     before = json.loads((format1 / name / "results.json").read_text())["cells"]
     shutil.rmtree(format1 / ({"table1", "table3"} - {name}).pop())  # no other table can help
-    summary = summaries.write_summary(NOWHERE, name, load_grid(name), Wanted(clients=[10]), format1 / name)
+    grid = grid_of(format1 / name)
+    summary = summaries.write_summary(NOWHERE, name, grid, Wanted(clients=[10]), format1 / name)
     assert (len(before), len(summary["cells"]), summary["other_cells"]) == (count, count, [])
-    assert (summary["format"], summaries.FORMAT) == (3, 3)
+    assert (summary["format"], summaries.FORMAT) == (4, 4)
     old, new = ([cell.get(key) for cell in some] for key, some in (("accuracy", before), ("score", summary["cells"])))
     assert sorted(map(json.dumps, old)) == sorted(map(json.dumps, new))
     names = {"pFedLA": "pFedLA held-out", "HeurpFedLA": "HeurpFedLA held-out", "pFedLA (paper's rule)": "pFedLA"}
@@ -88,7 +94,7 @@ def test_cells_of_format_1_are_recognised(format1: Path, name: str, count: int) 
 
 
 def test_a_new_option_with_a_default_changes_nothing(format1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, wanted = load_grid("table1"), Wanted(clients=[10])
+    grid, wanted = grid_of(format1 / "table1"), Wanted(clients=[10])
     folders = [cell.folder for cell in list_cells(grid, wanted)]
     known = algorithms.resolve_options
     monkeypatch.setattr(algorithms, "resolve_options", lambda *words: {**known(*words), "imaginary": 1.5})
@@ -98,7 +104,8 @@ def test_a_new_option_with_a_default_changes_nothing(format1: Path, monkeypatch:
 
 
 def test_no_cell_is_lost_when_the_grid_asks_for_less(format1: Path) -> None:
-    grid, folder = load_grid("table1"), format1 / "table1"
+    folder = format1 / "table1"
+    grid = grid_of(folder)
     fewer = grid.model_copy(update={"rows": [row for row in grid.rows if row.name != "Local"]})
     summary = summaries.write_summary(NOWHERE, "table1", fewer, Wanted(), folder)
     lost = {cell["row"] for cell in summary["other_cells"]}
@@ -112,7 +119,7 @@ def test_no_cell_is_lost_when_the_grid_asks_for_less(format1: Path) -> None:
 
 def test_another_setting_is_another_cell(format1: Path) -> None:
     stored = summaries.read_cells(format1 / "table1" / "results.json")
-    (cell,) = list_cells(load_grid("table1"), Wanted(datasets=["emnist"], methods=["fedrep"], clients=[10]))
+    (cell,) = list_cells(grid_of(format1 / "table1"), Wanted(datasets=["emnist"], methods=["fedrep"], clients=[10]))
     assert summaries.match(cell, stored) is not None
     values = cell.experiment.model_dump()
     for section, key, value in (("training", "lr", 0.5), ("algorithm", "head_epochs", 3), ("faults", "dropout", 0.1)):
@@ -133,6 +140,7 @@ def summary_of(accuracies: dict[tuple[str, str, int], float | None], **more: Any
             data = {"dataset": "digits", "samples_per_client": 100}
             cell |= {
                 "score": {"mean": mean, "per_client": [mean, mean]},
+                "score_after_training": {"mean": mean / 2, "per_client": [mean, 0.0]},
                 "traffic": {"down_bytes": 2**20, "up_bytes": 2**21},
                 "experiment": {"training": {"local_epochs": 1, "lr": 0.1}, "participation": 1.0, "data": data},
                 "rounds": 2,
@@ -152,6 +160,11 @@ def test_a_table_shows_seeds_the_papers_number_and_what_was_not_run() -> None:
         ["", "A", "paper", "B"],
         ["x_1", "55.00 ± 5.00 (2)", "55.50 ± 0.25", "–"],
         ["y", "54.00", "–", "not run"],
+    ]
+    assert [line[1] for line in paper_results.tabulate_after_training(summary, paper)] == [
+        "A",
+        "27.50 ± 2.50 (2)",
+        "27.00",
     ]
     assert paper_results.tabulate_differences(summary) == [["", "A"], ["x_1", "first"], ["y", "+4.00 (1)"]]
     latex = paper_results.to_latex(summary, paper)

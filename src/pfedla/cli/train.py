@@ -277,7 +277,7 @@ def _account(names: list[str]) -> None:
     for name in names:
         grid = load_grid(name)
         if grid.form != "retained":
-            raise PfedlaError(f"{name} has no accounting; table3 and effect_of_k have")
+            raise PfedlaError(f"{name} has no accounting; table3 has")
         say(terminal_table(paper_results.account(grid, load_paper(name)), grid.title))
 
 

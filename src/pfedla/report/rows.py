@@ -75,6 +75,12 @@ class Row:
         return self.read_scores(self.metric.name)
 
     @property
+    def after_training(self) -> float | None:
+        """The mean score right after local training, over the seeds."""
+        known = [AVERAGES["after training"](one) for one in self.results if "score_after_training" in one]
+        return statistics.mean(known) if known and None not in known else None
+
+    @property
     def mib(self) -> float | None:
         """What was sent down and up, mean over the seeds."""
         sent = [COSTS["down MiB"](one) + COSTS["up MiB"](one) for one in self.results]

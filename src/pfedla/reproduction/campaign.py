@@ -264,6 +264,8 @@ def measure_pace(table: Table, column: str, cells: Sequence[Cell], runs: Path) -
 
 
 def _fits(stored: Values, cells: Sequence[Cell]) -> bool:
-    """Tell whether a stored cell has the local budget of the cells."""
-    training = stored["experiment"]["training"], cells[0].experiment.training
-    return bool(training[0]["local_epochs"] == training[1].local_epochs)
+    """Tell whether a round of a stored cell takes as long as one of the cells."""
+    theirs, ours = stored["experiment"], cells[0].experiment
+    work = (ours.training.local_epochs, ours.data.samples_per_client, ours.participation)
+    found = (theirs["training"]["local_epochs"], theirs["data"]["samples_per_client"], theirs["participation"])
+    return bool(found == work)

@@ -19,7 +19,7 @@ from pfedla.report.tables import latex_table, markdown_table
 from pfedla.reproduction import site_results
 from pfedla.reproduction.grid import Grid, Paper
 from pfedla.reproduction.paper_figures import FIGURES, TARGET, average_by_distance, collect_weights, metric_of
-from pfedla.reproduction.summaries import Summary, collect_rows
+from pfedla.reproduction.summaries import Summary, after_training, collect_rows
 
 TABLES = ("table", "retained", "neighbours")  # forms; the others are figures
 ROUNDS = 75  # of the paper's table of MiB
@@ -27,6 +27,10 @@ NOTE = (
     "Test {metric} of the personal models on every client's own test data, mean of clients, last round. "
     "With several seeds: mean ± standard error (seeds). Bold: the best row, and those not significantly worse at 5 %. "
     "A dash: the method does not apply to the model. Of published numbers ± is the standard deviation."
+)
+AFTER_NOTE = (
+    "The same right after the clients' local training of the last round, compared and printed bold by itself: the "
+    "paper does not say which of the two it reports."
 )
 PAIRED_NOTE = (
     "Difference to the first, the row with the {best} mean of those with the most seeds: paired over the "
@@ -108,6 +112,14 @@ def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
     return lines
 
 
+def tabulate_after_training(summary: Summary, paper: Paper) -> list[list[str]]:
+    """Return the main table with the scores after local training, without the rows of which they are not known."""
+    if summary["form"] != "table":
+        return []
+    lines = tabulate(after_training(summary), paper)
+    return lines if len(lines[0]) > 1 else []
+
+
 def tabulate_differences(summary: Summary) -> list[list[str]]:
     """Return each row's paired difference to the first, of the columns in which rows have several seeds."""
     lines = [[""], *([row] for row in summary["rows"])]
@@ -173,6 +185,7 @@ def describe_columns(summary: Summary) -> list[str]:
 def to_markdown(summary: Summary, paper: Paper) -> str:
     parts = [markdown_table(weights)] if (weights := tabulate_weights(summary)) else []
     parts += [markdown_table(tabulate(summary, paper)), explain(summary)]
+    parts += [markdown_table(after), AFTER_NOTE] if (after := tabulate_after_training(summary, paper)) else []
     if differences := tabulate_differences(summary):
         best = "highest" if metric_of(summary).higher_is_better else "lowest"
         parts += [markdown_table(differences), PAIRED_NOTE.format(best=best)]
@@ -187,7 +200,7 @@ def to_csv(summary: Summary, paper: Paper) -> str:
     """Return a line per column and row; scores are as in the tables, an accuracy in %."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    ours = ["metric", "seeds", "mean", "se", "worst", "p10", "spread", "share_better", "mib"]
+    ours = ["metric", "seeds", "mean", "se", "worst", "p10", "spread", "share_better", "after_training", "mib"]
     tested = ["difference_to_first", "low", "high", "p", "p_corrected", "test", "paired_seeds"]
     theirs = ["paper_mean", "paper_std", "paper_mib"]
     writer.writerow(["column", "row", *ours, *tested, *theirs, "reason"])
@@ -198,7 +211,8 @@ def to_csv(summary: Summary, paper: Paper) -> str:
             one = table.analysis.to_best.get(row.algorithm)
             ends = [scale(metric, getattr(one, key, None)) for key in ("mean", "low", "high")]
             paired = [*ends, *(getattr(one, key, None) for key in ("p", "p_corrected", "test", "seeds"))]
-            shown = [round(one, 4) if isinstance(one, float) else one for one in (*numbers, row.mib, *paired)]
+            after = scale(metric, row.after_training)
+            shown = [round(one, 4) if isinstance(one, float) else one for one in (*numbers, after, row.mib, *paired)]
             printed = [paper.get(column, {}).get(row.algorithm, {}).get(key) for key in ("mean", "std", "mib")]
             reason = next(iter(row.gave_up.values()), row.not_applicable)
             writer.writerow([column, row.algorithm, metric.name, len(row.results), *shown, *printed, reason])
@@ -211,7 +225,8 @@ def scale(metric: Metric, score: float | None) -> float | None:
 
 def to_latex(summary: Summary, paper: Paper) -> str:
     """Return the tables of scores and of differences with booktabs."""
-    tables = [tabulate(summary, paper), tabulate_differences(summary), tabulate_clients(summary)]
+    tables = [tabulate(summary, paper), tabulate_after_training(summary, paper)]
+    tables += [tabulate_differences(summary), tabulate_clients(summary)]
     return "\n\n".join(latex_table(lines) for lines in tables if len(lines) > 1) + "\n"
 
 
@@ -219,7 +234,9 @@ def list_tables(summary: Summary, paper: Paper) -> list[tuple[list[list[str]], s
     """Return what a terminal shows: lines, title and notes of each table."""
     if summary["form"] == "sites":
         return site_results.list_tables(summary)
-    return [(tabulate(summary, paper), summary["title"], [explain(summary), *describe_columns(summary)])]
+    tables = [(tabulate(summary, paper), summary["title"], [explain(summary), *describe_columns(summary)])]
+    after = tabulate_after_training(summary, paper)
+    return tables + [(after, "After local training", [AFTER_NOTE])] * bool(after)
 
 
 def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:

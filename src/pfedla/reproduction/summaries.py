@@ -20,7 +20,8 @@ from pfedla.runs.experiment import Experiment, read_toml, upgrade
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT, describe_environment
 
 COMMIT, REASON, SUMMARY = "commit.json", "reason.json", "results.json"
-FORMAT = 3  # of results.json; 1 had no "format", 2 had accuracy for score
+AFTER = "score_after_training"
+FORMAT = 4  # of results.json; 1 had no "format", 2 had accuracy for score, 3 only a mean after local training
 SNAPSHOTS = 21  # of alpha in a summary, at most
 MACHINE = ("torch", "cpu", "cpu_model")  # a repetition on the same has the same bits
 NOT_KEPT: Any = dict.fromkeys(("rounds", "checkpoint", "faults", "uploads"), True) | {"engine": {"threads"}}
@@ -44,8 +45,14 @@ class Stored(NamedTuple):
 def read_summary(path: Path) -> Values:
     """Return the content of a results.json with the names of today."""
     summary = read_object(path)
-    cells = {key: list(map(reading.upgrade, summary[key])) for key in ("cells", "other_cells") if key in summary}
+    cells = {key: list(map(_upgrade, summary[key])) for key in ("cells", "other_cells") if key in summary}
     return summary | cells
+
+
+def _upgrade(cell: Values) -> Values:
+    cell = reading.upgrade(cell)
+    after = cell.get(AFTER)
+    return cell if after is None or isinstance(after, dict) else {**cell, AFTER: {"mean": after}}
 
 
 def read_cells(path: Path) -> list[Stored]:
@@ -130,9 +137,8 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         retained.update(line["retained"])
     summary = {
         **cell.place,
-        **{key: result[key] for key in ("task", "score", "traffic", "leaked_test_share", "refused_uploads")},
+        **{key: result[key] for key in ("task", "score", AFTER, "traffic", "leaked_test_share", "refused_uploads")},
         "metrics": {name: {"per_client": one["per_client"]} for name, one in result["metrics"].items()},
-        "score_after_training": result["score_after_training"]["mean"],
         "subset": Path(result["subset"]).name,
         "curve": [[line["round"], line["score"]["mean"]] for line in lines],
         "retained": dict(retained),
@@ -176,6 +182,12 @@ def list_differences(before: Values, again: Values) -> list[str]:
     if "score" not in again:
         return ["score"]
     return sorted(key for key in before.keys() & again.keys() - apart if before[key] != again[key])
+
+
+def after_training(summary: Summary) -> Summary:
+    """Return the same cells with the scores right after local training in place of the personal models'."""
+    known = [cell for cell in summary["cells"] if "per_client" in cell.get(AFTER, {})]
+    return {**summary, "cells": [{**cell, "score": cell[AFTER]} for cell in known]}
 
 
 def collect_rows(summary: Summary) -> dict[str, dict[str, Row]]:
