@@ -31,6 +31,7 @@ README_COLUMNS = {
 }
 README_ROWS = ("Local", "FedAvg", "FedRep", "pFedLA", "pFedLA held-out")
 SPLITS = {"table1": "few classes", "table2": "dominant"}
+RULES = ("pFedLA", "pFedLA held-out")
 OURS = ("pFedLA", "HeurpFedLA", "pFedLA held-out", "HeurpFedLA held-out")
 
 
@@ -106,9 +107,7 @@ def standing_table() -> str:
 
 def claims_table() -> str:
     """What the paper claims, and in how many columns of Tables 1 and 2 it holds here, for its rule and for ours."""
-    columns = {
-        (table, column): rows for table in SPLITS for column, rows in collect_rows(read_results(table)).items()
-    }
+    columns = {(table, column): rows for table in SPLITS for column, rows in collect_rows(read_results(table)).items()}
     everywhere, non_iid_2 = list(columns), [place for place in columns if place[0] == "table2"]
     lines = [["claim", "the paper's rule", "held-out", "where to look"]]
     for claim, other, places, tables in (
@@ -116,7 +115,9 @@ def claims_table() -> str:
         ("pFedLA is better than FedAvg", "FedAvg", everywhere, "`table1 table2`"),
         ("pFedLA is better than FedRep with dominant classes", "FedRep", non_iid_2, "`table2`"),
     ):
-        found = [judge([(columns[at][row], columns[at][other]) for at in places]) for row in ("pFedLA", "pFedLA held-out")]
+        found = [
+            judge([(columns[at][row], columns[at][other]) for at in places]) for row in ("pFedLA", "pFedLA held-out")
+        ]
         lines.append([claim, *found, tables])
     retained = [
         judge([(rows[f"Heur{row}"], rows[row]) for rows in columns.values()], at_least=-1.0)

@@ -37,6 +37,7 @@ VARIANTS = {  # options that are a path of their own
     "fedfomo-start": ("fedfomo", {"reference": "start"}),
     "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
     "pfedla-heldout-sketched": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "sketch": 8}),
+    "pfedla-heldout-average": ("pfedla-heldout", {**HELD_OUT, "personal": "average"}),
     "pfedla-heldout-retained": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "retained_layers": 1}),
 }
 

@@ -2,6 +2,7 @@
 
 import copy
 from itertools import chain
+from math import prod
 
 import pytest
 import torch
@@ -215,3 +216,29 @@ def test_the_sketch_adds_one_and_a_half_percent_to_the_upload() -> None:
         assert hashes.shape == (2, 5, 4)
         assert torch.equal(hashes[0], hashes[1])
         assert pfedla_heldout.HOLD_OUT in downloads.extras
+
+
+def test_the_personal_model_may_be_the_average_of_the_trained_ones(federation: Federation) -> None:
+    """The slow twin: every trained model, weighed by how late it came."""
+    algorithm = make("pfedla-heldout", personal="average")
+    server, trained = algorithm.init_server(6, 0), []
+    with engine_for(algorithm, federation) as engine:
+        for number in range(1, 5):
+            cohort = Cohort.everyone(federation.num_examples, number, 0)
+            downloads = algorithm.download(server, cohort)
+            if number == 1:  # who has not trained yet deploys the mix
+                for client, model in enumerate(engine.personal_models(cohort, downloads)):
+                    assert_same(model, downloads.rows(client).tensors)
+            accepted = received(engine, cohort, downloads)
+            trained.append(accepted.uploads.tensors)
+            server = algorithm.aggregate(server, cohort, downloads, accepted.uploads)
+            engine.commit(cohort.ids)
+        personal = engine.personal_models(cohort, algorithm.download(server, cohort))
+    # After n rounds share 8 / (8 + n) of the next goes in, and each takes its part from those before.
+    shares = [8 / (8 + n) for n in range(4)]
+    weights = [share * prod(1 - later for later in shares[n + 1 :]) for n, share in enumerate(shares)]
+    assert sum(weights) == pytest.approx(1)
+    for client in range(6):
+        for name, value in personal[client].items():
+            expected = sum(w * one[name][client] for w, one in zip(weights, trained, strict=True))
+            torch.testing.assert_close(value, expected)

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from pfedla.algorithms.partial import add_prefix, strip_prefix
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
 from pfedla.core.layers import Layers, Params, num_clients, rows_of, stack, take
@@ -20,6 +21,8 @@ HOLD_OUT = "hold out"  # in a download: this round, train without the held-out e
 HASH = "sketch hash"  # in a download: send the held-out gradient, sketched with these constants [layers, 4]
 GRADIENT = "held-out gradient/"  # in an upload, by layer
 PRIME = 2**31 - 1
+AVERAGE, ROUNDS = "average/", "rounds in the average"  # in the private state: the moving average of the trained models
+DECAY = 8  # after n rounds, about the last n/DECAY count
 SMALLEST_DISTANCE = 1e-4  # of models, against their norm, that is more than rounding
 Sketch = Positive | Literal["exact"]
 
@@ -39,6 +42,10 @@ class PFedLAHeldOut(LearnedMix):
     """Rounds per client, on average, in which they are learned. Then they are frozen."""
     sketch: Sketch = 256
     """Numbers per layer in which the held-out gradient travels. exact: the gradient itself."""
+
+    personal: Literal["mix", "average"] = "mix"
+    """The personal model. mix: what the server would send now. average: a moving average of the client's trained
+    models."""
 
     def notice(self, rounds: float) -> str:
         early = f"a client takes part in {rounds:g} rounds, and the first {self.warm_up} are its warm-up"
@@ -93,8 +100,23 @@ class PFedLAHeldOut(LearnedMix):
         scale = torch.where(informative, count / (norm.sqrt() * distance.sqrt()), 0.0)
         return torch.stack(products, 1) * scale[:, None, None]
 
+    def init_client(self) -> ClientState:
+        own = super().init_client()
+        if self.personal == "mix":
+            return own
+        return {**own, **add_prefix(AVERAGE, self.task.initial()), ROUNDS: torch.zeros(())}
+
+    def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
+        mixed = self.start(client, download)
+        if self.personal == "mix":
+            return mixed
+        average = strip_prefix(AVERAGE, client)
+        return {name: torch.where(client[ROUNDS] > 0, average[name], value) for name, value in mixed.items()}
+
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
         result, layers = super().local_update(client, download, data), self.task.layers
+        if self.personal == "average":
+            result = result._replace(client={**result.client, **update_average(client, result.model)})
         if HASH not in download.extras:
             return result
         start, extras = self.start(client, download), {}
@@ -106,6 +128,16 @@ class PFedLAHeldOut(LearnedMix):
             row = layer_rows(stack([gradient]), layers, layer)
             extras[GRADIENT + name] = count_sketch(row, constants, self.sketch)[0]
         return result._replace(upload=result.upload._replace(extras=extras))
+
+
+def update_average(client: ClientState, trained: Params) -> ClientState:
+    """Return the moving average of a client's trained models after one more round, and its number of rounds."""
+    # Polynomial-decay averaging (Shamir and Zhang, ICML 2013): the window grows with the run.
+    share, moved = DECAY / (DECAY + client[ROUNDS]), dict(trained)  # a count of batches is not averaged
+    for name, value in strip_prefix(AVERAGE, client).items():
+        if value.is_floating_point():
+            moved[name] = value + share.to(value.dtype) * (trained[name] - value)
+    return {**add_prefix(AVERAGE, moved), ROUNDS: client[ROUNDS] + 1}
 
 
 def layer_rows(stacked: Params, layers: Layers, layer: int) -> Tensor:
