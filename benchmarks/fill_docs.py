@@ -139,11 +139,20 @@ def judge(pairs: list[tuple[Row, Row]], at_least: float = 0.0) -> str:
 
 
 def tuning_table() -> str:
-    """A row per trial, a column per setting: accuracy, and the self-weights of the layers."""
+    """A row per trial, a column per partition and learning rate: accuracy, and the self-weights of the layers."""
+    return trials_table(
+        "tuning.jsonl", lambda one: one["partition"] + (f", learning rate {one['lr']:g}" if "lr" in one else "")
+    )
+
+
+def rule_table() -> str:
+    return trials_table("rule.jsonl", lambda one: f"{one['dataset']}, {one['partition']}")
+
+
+def trials_table(name: str, label: Callable[[dict[str, Any]], str]) -> str:
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in read_lines("tuning.jsonl"):
-        setting = line["partition"] + (f", learning rate {line['lr']:g}" if "lr" in line else "")
-        found.setdefault(line["trial"], {})[setting] = line
+    for line in read_lines(name):
+        found.setdefault(line["trial"], {})[label(line)] = line
     settings = list(dict.fromkeys(setting for trial in found.values() for setting in trial))
     lines = [["", *settings]]
     for trial, by_setting in found.items():
@@ -249,6 +258,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "standing": standing_table,
     "claims": claims_table,
     "tuning": tuning_table,
+    "rule": rule_table,
     "joining": joining_table,
     "round": round_table,
     "phases": phases_table,

@@ -45,7 +45,7 @@ def parse_options(words: list[str]) -> dict[str, Any]:
 
 def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
     name, *words = trial.split()
-    data = {"dataset": setting["dataset"], "partition": setting["partition"]}
+    data = {key: setting[key] for key in ("dataset", "partition", "samples_per_client") if key in setting}
     built = build(Experiment.parse({"seed": setting["seed"], "data": data}))
     assert isinstance(built.federation, Federation)
     result = simulate(
@@ -63,11 +63,17 @@ def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
         **parse_options(words),
     )
     line = {**setting, "trial": trial, "accuracy": result.accuracy.mean().item()}
-    line["after_training"] = result.accuracy_after_training.mean().item()
+    line["after_training"] = result.score_after_training.mean().item()
     if result.alpha is not None:
         names, own = result.algorithm.task.layers.names, result.alpha.diagonal(dim1=0, dim2=2).mean(1).tolist()
         line["self_weights"] = {layer: round(weight, 3) for layer, weight in zip(names, own, strict=True)}
     return line
+
+
+def is_same(line: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Tell whether a line is of this trial and setting; a setting that only one of the two names is another."""
+    optional = ("lr", "samples_per_client")
+    return line.items() >= whole.items() and all(line.get(key) == whole.get(key) for key in optional)
 
 
 def main(
@@ -78,18 +84,20 @@ def main(
     rounds: int = 20,
     local_epochs: int = 5,
     lr: Annotated[float | None, typer.Option(help="Learning rate (default: the paper's for the data set).")] = None,
+    samples: Annotated[int | None, typer.Option(help="Images per client, of which 0.7 x 0.7 are trained on.")] = None,
     out: Path = OUT,
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     table = Table("trial", "validation accuracy %", "after training %", "self-weight per layer")
     common = {"dataset": dataset, "partition": partition, "rounds": rounds, "local_epochs": local_epochs}
     common |= {} if lr is None else {"lr": lr}
+    common |= {} if samples is None else {"samples_per_client": samples}
     for trial in track(trials, console=Console(stderr=True)):
         lines = []
         for seed in map(int, seeds.split(",")):
             setting = common | {"seed": seed}
             whole = {**setting, "trial": trial}
-            line = next((one for one in known if one.get("lr") == lr and one.items() >= whole.items()), None)
+            line = next((one for one in known if is_same(one, whole)), None)
             if line is None:
                 try:
                     line = measure(trial, setting)

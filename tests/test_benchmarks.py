@@ -36,6 +36,16 @@ def test_the_round_benchmark(tmp_path: Path, contenders: tuple[str, ...]) -> Non
 
 
 @pytest.mark.slow
+def test_validation_runs_a_trial_once(tmp_path: Path) -> None:
+    words = ["digits", "dominant", "--rounds", 1, "--samples", 60, "--out", tmp_path / "trials.jsonl"]
+    for _ in range(2):
+        bench("validation.py", *words, "local", "pfedla hypernetwork_lr=1")
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert [line["trial"] for line in lines] == ["local", "pfedla hypernetwork_lr=1"]
+    assert all(0 < line["accuracy"] < 1 for line in lines)
+
+
+@pytest.mark.slow
 def test_the_benchmarks_of_phases_engines_and_server(tmp_path: Path) -> None:
     bench("bench_phases.py", "--quick", "--rounds", 2, "--out", tmp_path)
     runs = json.loads((tmp_path / "phases.json").read_text())["runs"]
