@@ -71,7 +71,7 @@ def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_same(line: dict[str, Any], whole: dict[str, Any]) -> bool:
-    """Tell whether a line is of this trial and setting; a setting that only one of the two names is another."""
+    """Tell whether a stored line has this trial and these settings; an optional one is absent in both or equal."""
     optional = ("lr", "samples_per_client")
     return line.items() >= whole.items() and all(line.get(key) == whole.get(key) for key in optional)
 

@@ -219,7 +219,7 @@ def test_the_sketch_adds_one_and_a_half_percent_to_the_upload() -> None:
 
 
 def test_the_personal_model_may_be_the_average_of_the_trained_ones(federation: Federation) -> None:
-    """The slow twin: every trained model, weighed by how late it came."""
+    """Compare with the weighted sum of all trained models."""
     algorithm = make("pfedla-heldout", personal="average")
     server, trained = algorithm.init_server(6, 0), []
     with engine_for(algorithm, federation) as engine:

@@ -22,7 +22,7 @@ HASH = "sketch hash"  # in a download: send the held-out gradient, sketched with
 GRADIENT = "held-out gradient/"  # in an upload, by layer
 PRIME = 2**31 - 1
 AVERAGE, ROUNDS = "average/", "rounds in the average"  # in the private state: the moving average of the trained models
-DECAY = 8  # after n rounds, about the last n/DECAY count
+DECAY = 8  # after n rounds, the last n/DECAY have two thirds of the weight
 SMALLEST_DISTANCE = 1e-4  # of models, against their norm, that is more than rounding
 Sketch = Positive | Literal["exact"]
 
@@ -104,13 +104,14 @@ class PFedLAHeldOut(LearnedMix):
         own = super().init_client()
         if self.personal == "mix":
             return own
-        return {**own, **add_prefix(AVERAGE, self.task.initial()), ROUNDS: torch.zeros(())}
+        average = {name: widen(value) for name, value in self.task.initial().items()}
+        return {**own, **add_prefix(AVERAGE, average), ROUNDS: torch.zeros(())}
 
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         mixed = self.start(client, download)
         if self.personal == "mix":
             return mixed
-        average = strip_prefix(AVERAGE, client)
+        average = {name: value.to(mixed[name].dtype) for name, value in strip_prefix(AVERAGE, client).items()}
         return {name: torch.where(client[ROUNDS] > 0, average[name], value) for name, value in mixed.items()}
 
     def local_update(self, client: ClientState, download: Payload, data: LocalData) -> LocalResult:
@@ -130,13 +131,18 @@ class PFedLAHeldOut(LearnedMix):
         return result._replace(upload=result.upload._replace(extras=extras))
 
 
+def widen(value: Tensor) -> Tensor:
+    """Return numbers as float32, in which small steps are not lost; a count stays as it is."""
+    return value.float() if value.is_floating_point() else value
+
+
 def update_average(client: ClientState, trained: Params) -> ClientState:
     """Return the moving average of a client's trained models after one more round, and its number of rounds."""
     # Polynomial-decay averaging (Shamir and Zhang, ICML 2013): the window grows with the run.
     share, moved = DECAY / (DECAY + client[ROUNDS]), dict(trained)  # a count of batches is not averaged
     for name, value in strip_prefix(AVERAGE, client).items():
         if value.is_floating_point():
-            moved[name] = value + share.to(value.dtype) * (trained[name] - value)
+            moved[name] = torch.lerp(value, widen(trained[name]), share)
     return {**add_prefix(AVERAGE, moved), ROUNDS: client[ROUNDS] + 1}
 
 

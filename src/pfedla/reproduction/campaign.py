@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from pfedla.core.errors import GaveUpError, InUseError, NotApplicableError, PfedlaError, Stopped
 from pfedla.core.files import write_text
+from pfedla.core.settings import AUTO
 from pfedla.data import datasets
 from pfedla.report.reading import Values, read_rounds
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, load_grid
@@ -182,6 +183,7 @@ def run_in_processes(entries: Sequence[Entry], runs: Path, display: Display, sto
 def work(entries: Sequence[Entry], runs: Path, threads: int, parent: int) -> None:
     """Take cells until all are done; stop after the round at hand if the parent has ended."""
     lower_priority()
+    describe_version()  # now: the checkout may change while the cells run
     with Interruption(quiet=True) as signals:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent passes it on
         try:
@@ -266,6 +268,6 @@ def measure_pace(table: Table, column: str, cells: Sequence[Cell], runs: Path) -
 def _fits(stored: Values, cells: Sequence[Cell]) -> bool:
     """Tell whether a round of a stored cell takes as long as one of the cells."""
     theirs, ours = stored["experiment"], cells[0].experiment
-    work = (ours.training.local_epochs, ours.data.samples_per_client, ours.participation)
+    asked = (ours.training.local_epochs, ours.data.samples_per_client, ours.participation)
     found = (theirs["training"]["local_epochs"], theirs["data"]["samples_per_client"], theirs["participation"])
-    return bool(found == work)
+    return all(value in (AUTO, known) for value, known in zip(asked, found, strict=True))

@@ -29,8 +29,8 @@ NOTE = (
     "A dash: the method does not apply to the model. Of published numbers ± is the standard deviation."
 )
 AFTER_NOTE = (
-    "The same right after the clients' local training of the last round, compared and printed bold by itself: the "
-    "paper does not say which of the two it reports."
+    "The same for the models right after local training in the last round; bold is decided within this table. not run: "
+    "or not known."
 )
 PAIRED_NOTE = (
     "Difference to the first, the row with the {best} mean of those with the most seeds: paired over the "
@@ -113,11 +113,11 @@ def tabulate(summary: Summary, paper: Paper) -> list[list[str]]:
 
 
 def tabulate_after_training(summary: Summary, paper: Paper) -> list[list[str]]:
-    """Return the main table with the scores after local training, without the rows of which they are not known."""
+    """Return the main table with the scores after local training; nothing if none is known."""
     if summary["form"] != "table":
         return []
-    lines = tabulate(after_training(summary), paper)
-    return lines if len(lines[0]) > 1 else []
+    known = after_training(summary)
+    return tabulate(known, paper) if any("score" in cell for cell in known["cells"]) else []
 
 
 def tabulate_differences(summary: Summary) -> list[list[str]]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,9 @@ def is_done(runs: Path, cell: Cell) -> bool:
     return (runs / cell.folder / COMMIT).exists() or (runs / cell.folder / REASON).exists()
 
 
+@cache
 def describe_version() -> dict[str, str]:
-    """Return the version of pfedla, and in a checkout the commit."""
+    """Return the version of pfedla that this process runs, and in a checkout its commit."""
     where = Path(pfedla.__file__).parents[2]
     words = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     found = subprocess.run(words, capture_output=True, text=True) if (where / ".git").exists() else None
@@ -185,9 +187,17 @@ def list_differences(before: Values, again: Values) -> list[str]:
 
 
 def after_training(summary: Summary) -> Summary:
-    """Return the same cells with the scores right after local training in place of the personal models'."""
-    known = [cell for cell in summary["cells"] if "per_client" in cell.get(AFTER, {})]
-    return {**summary, "cells": [{**cell, "score": cell[AFTER]} for cell in known]}
+    """Return the same cells with the scores right after local training in place of the personal models'.
+
+    A cell of which only the mean is known has none.
+    """
+    found = []
+    for cell in summary["cells"]:
+        if "per_client" in cell.get(AFTER, {}):
+            found.append({**cell, "score": cell[AFTER]})
+        elif "reason" in cell:
+            found.append(cell)
+    return {**summary, "cells": found}
 
 
 def collect_rows(summary: Summary) -> dict[str, dict[str, Row]]:
