@@ -75,7 +75,7 @@ class Data(Section):
     clients: Annotated[Positive | Auto, Option("clients")] = AUTO
     """Number of clients. auto: 10, or the data's own; twins and chain 8, toy 6."""
     samples_per_client: Annotated[Positive | Auto, Option("samples")] = AUTO
-    """Training and test examples per client. auto: 600 as in the paper; digits and own data all there are."""
+    """Training and test examples per client. auto: 600; digits and own data all there are."""
     classes_per_client: Positive | Auto = AUTO
     """Classes per client (classes, twins, chain, toy). auto: 4; 12 of a hundred or more (classes); toy 3."""
     dominant_classes: Positive | Auto = AUTO
