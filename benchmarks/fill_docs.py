@@ -276,7 +276,10 @@ def result_table(page: Path) -> str:
     """The table and the figure of an experiment, for its README."""
     name = page.parent.name
     table = (ROOT / "results" / name / "table.md").read_text(encoding="utf-8").strip()
-    return f"{table}\n\n![{name}](../../results/{name}/figure.png)"
+    pictures = [f"![{name}](../../results/{name}/figure.png)"]
+    if (ROOT / "results" / name / "self_weights.png").exists():
+        pictures.append(f"![Self-weights over the rounds](../../results/{name}/self_weights.png)")
+    return "\n\n".join([table, *pictures])
 
 
 def fill(page: Path) -> str:

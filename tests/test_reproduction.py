@@ -16,7 +16,7 @@ from pfedla.report.rows import Row
 from pfedla.reproduction import campaign, paper_results, summaries
 from pfedla.reproduction.campaign import Table
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
-from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights
+from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights, draw_self_weights
 from pfedla.reproduction.paper_results import account, write_figures
 from pfedla.runs.progress import Display
 
@@ -221,6 +221,20 @@ def test_tables_have_a_figure(form: str, tmp_path: Path) -> None:
     values = {("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("A", "held-out, k = 1", 0): 0.1, ("A", "k = 1", 1): None}
     paths = write_figures(summary_of(values, form=form), {"A": {"k = 0": {"mean": 50.0}}}, tmp_path)
     assert [path.name for path in paths] == ["figure.png", "figure.pdf", "figure.svg"]
+
+
+def test_self_weights_are_drawn_by_layer(tmp_path: Path) -> None:
+    summary = summary_of({("A", "x", 0): 0.5, ("A", "x", 1): 0.7, ("A", "y", 0): 0.6})
+    for seed, cell in enumerate(summary["cells"][:2]):
+        values = [[0.1, 0.1], [0.2 + 0.2 * seed, 0.8]]
+        cell["self_weights"] = {"layers": ["conv", "fc"], "rounds": [0, 4], "values": values}
+    (axis,) = draw_self_weights(summary).axes
+    assert axis.get_title() == "A, x"
+    conv, fc = axis.get_lines()
+    assert (conv.get_label(), conv.get_xdata().tolist()) == ("conv", [0, 4])
+    np.testing.assert_allclose([conv.get_ydata(), fc.get_ydata()], [[0.1, 0.3], [0.1, 0.8]])
+    names = {path.name for path in write_figures(summary, {}, tmp_path)}
+    assert {"figure.png", "self_weights.png", "self_weights.pdf"} <= names
 
 
 # Runs

@@ -179,6 +179,28 @@ def draw_curves(summary: Summary, paper: Paper) -> Any:
     return figure
 
 
+def draw_self_weights(summary: Summary) -> Any:
+    """Draw the mean self-weight of every layer over the rounds: a panel per column and method with weights."""
+    found = [
+        (
+            f"{column.partition(',')[0]}, {name}",
+            [cell["self_weights"] for cell in row.results if "self_weights" in cell],
+        )
+        for column, rows in collect_rows(summary).items()
+        for name, row in rows.items()
+    ]
+    shown = [(title, cells) for title, cells in found if cells]
+    figure, axes = panels(len(shown), (3.2, 2.6), most=4)
+    for axis, (title, cells) in zip(axes, shown, strict=True):
+        means = np.mean([cell["values"] for cell in cells], axis=0)  # over the seeds
+        for layer, name in enumerate(cells[0]["layers"]):
+            axis.plot(cells[0]["rounds"], means[:, layer], label=name, color=f"C{layer}")
+        finish_curves(axis, title, ylabel="self-weight", size=9)
+        axis.set_ylim(0, 1.02)
+        axis.legend(fontsize=6)
+    return figure
+
+
 def count_seeds(*counts: int) -> str:
     low, high = min(counts), max(counts)
     return f"{low} seed{'s' * (low > 1)}" if low == high else f"{low} to {high} seeds"

@@ -18,7 +18,14 @@ from pfedla.report.rows import Row
 from pfedla.report.tables import latex_table, markdown_table
 from pfedla.reproduction import site_results
 from pfedla.reproduction.grid import Grid, Paper
-from pfedla.reproduction.paper_figures import FIGURES, TARGET, average_by_distance, collect_weights, metric_of
+from pfedla.reproduction.paper_figures import (
+    FIGURES,
+    TARGET,
+    average_by_distance,
+    collect_weights,
+    draw_self_weights,
+    metric_of,
+)
 from pfedla.reproduction.summaries import Summary, after_training, collect_rows
 
 TABLES = ("table", "retained", "neighbours")  # forms; the others are figures
@@ -279,6 +286,8 @@ def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
         return []
     if summary["form"] == "sites":
         return site_results.write_site_figures(summary, folder)
-    figure = FIGURES[summary["form"]](summary, paper)
+    drawn = {"figure": FIGURES[summary["form"]](summary, paper)}
+    if any("self_weights" in cell for cell in summary["cells"]):
+        drawn["self_weights"] = draw_self_weights(summary)
     caption = ". ".join([summary["title"], *describe_columns(summary)])
-    return [save(figure, folder / f"figure{ending}", caption) for ending in FORMATS]
+    return [save(figure, folder / f"{name}{end}", caption) for name, figure in drawn.items() for end in FORMATS]

@@ -154,19 +154,32 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         tested = [sum(counts) for counts in federation["test"]]
         summary |= {"clients": federation["clients"], "test_examples": tested, "baseline": result["baseline"]}
     summary |= {"tuned_trials": cell.experiment.tuned_trials} if cell.experiment.tuned_trials else {}
-    return (
-        {**summary, "alpha": _thin_alpha(run, 1 if grid.form == "sites" else SNAPSHOTS)}
-        if grid.shows_alpha
-        else summary
-    )
+    if grid.shows_alpha:
+        return {**summary, "alpha": _thin_alpha(run, 1 if grid.form == "sites" else SNAPSHOTS)}
+    own = _mean_self_weights(run)
+    return {**summary, "self_weights": own} if own else summary
+
+
+def _mean_self_weights(run: Path) -> Values | None:
+    """Return the self-weights [snapshots, layers] of a run with weights, mean over the clients."""
+    if (alpha := read_alpha(run)) is None:
+        return None
+    kept = _choose_snapshots(len(alpha.rounds), SNAPSHOTS)
+    values = alpha.own[kept].mean(-1).astype(float).round(4).tolist()
+    return {"layers": alpha.layers, "rounds": [alpha.rounds[one] for one in kept], "values": values}
+
+
+def _choose_snapshots(count: int, most: int) -> list[int]:
+    """Return the positions of at most so many of `count` snapshots, the last among them."""
+    last = count - 1
+    return sorted({*(range(0, last + 1, max(1, -(-last // (most - 1)))) if most > 1 else ()), last})
 
 
 def _thin_alpha(run: Path, most: int) -> Values | None:
     """Return the weights of at most so many snapshots, the last among them, and the classes of the clients."""
     if (alpha := read_alpha(run)) is None:
         return None
-    last = len(alpha.rounds) - 1
-    kept = sorted({*(range(0, last + 1, max(1, -(-last // (most - 1)))) if most > 1 else ()), last})
+    kept = _choose_snapshots(len(alpha.rounds), most)
     values, rounds = alpha.values[kept].astype(float).round(4).tolist(), [alpha.rounds[one] for one in kept]
     classes = read_object(run / FEDERATION)["train"]
     return {"layers": alpha.layers, "rounds": rounds, "values": values, "classes": classes}
