@@ -8,7 +8,8 @@ A page asks for a table with a pair of comments, <!-- name --> and <!-- /name --
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_mean
 from pfedla.report.significance import compare
 from pfedla.report.tables import markdown_table
+from pfedla.reproduction.paper_figures import average_by_distance, collect_weights
 from pfedla.reproduction.site_results import SITES_NOTE, known_columns, tabulate_sites
 from pfedla.reproduction.summaries import collect_rows, read_summary
 
@@ -24,10 +26,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 MARK = re.compile(r"(<!-- (?P<name>[a-z]+) -->\n).*?(<!-- /(?P=name) -->)", re.S)
 README_COLUMNS = {
-    "Fashion-MNIST, 4 classes per client": ("table1", "Fashion-MNIST, 10 clients"),
-    "Fashion-MNIST, 2 dominant classes": ("table2", "Fashion-MNIST, 10 clients"),
-    "CIFAR-10, 4 classes per client": ("table1", "CIFAR-10, 10 clients"),
-    "CIFAR-10, 2 dominant classes": ("table2", "CIFAR-10, 10 clients"),
+    "Fashion-MNIST, 4 classes per client": ("table1", "Fashion-MNIST"),
+    "Fashion-MNIST, 2 dominant classes": ("table2", "Fashion-MNIST"),
+    "CIFAR-10, 4 classes per client": ("table1", "CIFAR-10"),
+    "CIFAR-10, 2 dominant classes": ("table2", "CIFAR-10"),
 }
 README_ROWS = ("Local", "FedAvg", "FedAvg + fine-tuning", "FedRep", "pFedLA", "pFedLA held-out")
 SPLITS = {"table1": "few classes", "table2": "dominant"}
@@ -45,7 +47,8 @@ def read_lines(name: str) -> list[dict[str, Any]]:
 
 
 def read_results(name: str) -> dict[str, Any]:
-    return read_summary(ROOT / "results" / name / "results.json")
+    path = ROOT / "results" / name / "results.json"
+    return read_summary(path) if path.exists() else {"columns": [], "rows": [], "cells": []}  # not run yet
 
 
 def show_seeds(row: Row) -> str:
@@ -84,8 +87,8 @@ def choosing_table() -> str:
     for table, split in SPLITS.items():
         summary = read_results(table)
         cells = {(one["column"], one["row"]): one for one in summary["cells"] if one["seed"] == 0 and "score" in one}
-        for column in dict.fromkeys(column for column, _ in cells if column.endswith(", 10 clients")):
-            header.append(f"{column.removesuffix(', 10 clients')}, {split}")
+        for column in dict.fromkeys(column for column, _ in cells if column.endswith("")):
+            header.append(f"{column}, {split}")
             for row in summary["rows"]:
                 found = cells.get((column, row), {}).get("score")
                 shown = f"{100 * found['mean']:.1f} ({100 * found['worst']:.1f})" if found else "–"
@@ -102,7 +105,7 @@ def standing_table() -> str:
             if not analysis.best:
                 continue
             first = rows[analysis.best]
-            line = [f"{column.removesuffix(', 10 clients')}, {split}", f"{analysis.best} {show_seeds(first)}"]
+            line = [f"{column}, {split}", f"{analysis.best} {show_seeds(first)}"]
             for row in OURS:
                 is_worse = row in analysis.to_best and analysis.to_best[row].is_significant
                 line.append("first" if row == analysis.best else show_gap(rows[row], first, bold=is_worse))
@@ -111,36 +114,85 @@ def standing_table() -> str:
 
 
 def claims_table() -> str:
-    """What the paper claims, and in how many columns of Tables 1 and 2 it holds here, for its rule and for ours."""
+    """What the paper claims, and in how many columns it holds here, for its rule and for ours."""
     columns = {(table, column): rows for table in SPLITS for column, rows in collect_rows(read_results(table)).items()}
-    everywhere, non_iid_2 = list(columns), [place for place in columns if place[0] == "table2"]
-    lines = [["claim", "the paper's rule", "held-out", "where to look"]]
+    non_iid_2 = {place: rows for place, rows in columns.items() if place[0] == "table2"}
+    lines = [["claim", *(f"`{row}`" for row in ("pfedla", "pfedla-heldout")), "command: `pfedla reproduce …`"]]
     for claim, other, places, tables in (
-        ("pFedLA is better than Local", "Local", everywhere, "`table1 table2`"),
-        ("pFedLA is better than FedAvg", "FedAvg", everywhere, "`table1 table2`"),
+        ("pFedLA is better than Local", "Local", columns, "`table1 table2`"),
+        ("pFedLA is better than FedAvg", "FedAvg", columns, "`table1 table2`"),
         ("pFedLA is better than FedRep with dominant classes", "FedRep", non_iid_2, "`table2`"),
     ):
-        found = [
-            judge([(columns[at][row], columns[at][other]) for at in places]) for row in ("pFedLA", "pFedLA held-out")
-        ]
+        found = [judge([(rows[row], rows[other]) for rows in places.values()]) for row in RULES]
         lines.append([claim, *found, tables])
-    retained = [
-        judge([(rows[f"Heur{row}"], rows[row]) for rows in columns.values()], more_than=-1.0)
-        for row in ("pFedLA", "pFedLA held-out")
-    ]
+    retained = [judge([(rows[f"Heur{row}"], rows[row]) for rows in columns.values()], more_than=-1.0) for row in RULES]
     lines.append(["HeurpFedLA loses less than a point to pFedLA", *retained, "`table1 table2`"])
+    falling, own = [judge_heatmap(row) for row in RULES], [judge_layers(columns.values(), row) for row in RULES]
+    lines.append(["The weights fall with the number of shared classes", *falling, "`figure_weight_heatmap`"])
+    lines.append(["Shallow layers are shared, deep layers personal", *own, "`table1 table2`"])
+    best = [judge_neighbours(prefix) for prefix in ("", "held-out, ")]
+    lines.append(["Five or seven neighbours are better than four, nine or all", *best, "`effect_of_neighbours`"])
     return markdown_table(lines)
+
+
+def judge_heatmap(row: str) -> str:
+    """Return in how many data sets a row's weights fall up to distance 3; beyond it, no class is shared."""
+    summary, found = read_results("figure_weight_heatmap"), []
+    for panel in collect_weights(summary):
+        if panel.cells[0]["row"] == row:
+            weights = average_by_distance(panel.map(summary["layers"][panel.cells[0]["column"]]))
+            found.append(all(near > far for near, far in pairwise(weights[:4])))
+    return count_columns(found)
+
+
+def judge_layers(columns: Iterable[dict[str, Row]], row: str) -> str:
+    """Return in how many columns the self-weights of convolutions are below those of the fully connected layers."""
+    found, means = [], []
+    for rows in columns:
+        kept = [cell["self_weights"] for cell in rows[row].results if "self_weights" in cell]
+        if kept:
+            last = {
+                name: statistics.mean(one["values"][-1][at] for one in kept)
+                for at, name in enumerate(kept[0]["layers"])
+            }
+            shallow, deep = (
+                statistics.mean(weight for name, weight in last.items() if name.startswith(kind))
+                for kind in ("conv", "fc")
+            )
+            found.append(shallow < deep)
+            means.append((shallow, deep))
+    shown = "; self-weights " + ", ".join(
+        f"{shallow:.2f} < {deep:.2f}" if shallow < deep else f"{shallow:.2f} > {deep:.2f}" for shallow, deep in means
+    )
+    return count_columns(found) + shown * bool(found)
+
+
+def judge_neighbours(prefix: str) -> str:
+    found = []
+    for rows in collect_rows(read_results("effect_of_neighbours")).values():
+        scores = {
+            row: max(entry.scores.values())
+            for row, entry in rows.items()
+            if row.startswith(f"{prefix}K") and entry.scores
+        }
+        if len(scores) == 5:
+            found.append(max(scores, key=scores.__getitem__) in (f"{prefix}K = 5", f"{prefix}K = 7"))
+    return count_columns(found)
+
+
+def count_columns(holds: list[bool]) -> str:
+    if not holds:
+        return "not run"
+    word = "yes" if all(holds) else "partly" if any(holds) else "no"
+    return f"{word}: {sum(holds)} of {len(holds)} columns"
 
 
 def judge(pairs: list[tuple[Row, Row]], more_than: float = 0.0) -> str:
     """Return yes, no or partly: in how many columns the difference of two rows is more than so many points."""
     found = [compare(ours.headline_scores, theirs.headline_scores) for ours, theirs in pairs]
     gaps = [100 * one.mean for one in found if one is not None]
-    if not gaps:
-        return "not run"
-    holds = sum(gap > more_than for gap in gaps)
-    word = "yes" if holds == len(gaps) else "partly" if holds else "no"
-    return f"{word}: {holds} of {len(gaps)} columns, {min(gaps):+.1f} to {max(gaps):+.1f} points".replace("-", "−")
+    shown = f", {min(gaps):+.1f} to {max(gaps):+.1f} points".replace("-", "−") if gaps else ""
+    return count_columns([gap > more_than for gap in gaps]) + shown
 
 
 def tuning_table() -> str:
@@ -273,13 +325,19 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def result_table(page: Path) -> str:
-    """The table and the figure of an experiment, for its README."""
+    """The table and the figures of an experiment, for its README."""
     name = page.parent.name
-    table = (ROOT / "results" / name / "table.md").read_text(encoding="utf-8").strip()
-    pictures = [f"![{name}](../../results/{name}/figure.png)"]
-    if (ROOT / "results" / name / "self_weights.png").exists():
-        pictures.append(f"![Self-weights over the rounds](../../results/{name}/self_weights.png)")
-    return "\n\n".join([table, *pictures])
+    folder = ROOT / "results" / name
+    if not (folder / "table.md").exists():
+        return "Not run yet."
+    parts = [(folder / "table.md").read_text(encoding="utf-8").strip()]
+    pictures = {"figure": name, "self_weights": "Self-weights over the rounds"}
+    parts += [
+        f"![{text}](../../results/{name}/{file}.png)"
+        for file, text in pictures.items()
+        if (folder / f"{file}.png").exists()
+    ]
+    return "\n\n".join(parts)
 
 
 def fill(page: Path) -> str:

@@ -32,7 +32,6 @@ class Column(Section):
     name: str
     experiment: Values  # the data
     paper_experiment: Values = Field({})  # the paper's own, longer budget
-    row_experiment: dict[str, Values] = Field({})  # what a row has in this column alone
     only: list[str] = Field([])  # the rows of this column; empty: all
     tuned: str = ""  # a file beside grid.toml that `pfedla tune` wrote, perhaps one for each {seed}
     seeds: list[int] = Field([])  # the only seeds of this column; empty: all
@@ -176,9 +175,8 @@ def list_cells(grid: Grid, wanted: Wanted = Wanted()) -> list[Cell]:  # noqa: B0
                 continue
             budget = column.paper_experiment if wanted.paper_budget else {}
             tuned = read_tuned(grid, column, seed).get(row.experiment["algorithm"]["name"], {})
-            in_cell = overlay(tuned, column.row_experiment.get(row.name, {}))
             asked = {"seed": seed} | ({"rounds": wanted.rounds} if wanted.rounds else {})
-            parts = [grid.experiment, column.experiment, budget, row.experiment, in_cell, asked]
+            parts = [grid.experiment, column.experiment, budget, row.experiment, tuned, asked]
             cells.append(Cell(row.name, column.name, Experiment.parse(reduce(overlay, parts))))
     found = cells
     chosen = {"data set": wanted.datasets, "method": wanted.methods, "number of clients": wanted.clients}
