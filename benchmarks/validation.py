@@ -24,13 +24,16 @@ from pfedla.data.federation import Federation, federation_of
 from pfedla.runs.build import build
 from pfedla.runs.experiment import Experiment
 
+OPTIONAL = ("lr", "samples_per_client", "validation_share")
+VALIDATION_SHARE = 0.3  # of the training images
 OUT = Path(__file__).parent / "results" / "validation.jsonl"
 
 
-def hold_out(federation: Federation, seed: int) -> Federation:
-    """Return a federation of the training examples alone, with 30 % of them as its test split."""
+def hold_out(federation: Federation, seed: int, share: float) -> Federation:
+    """Return a federation of the training examples alone, with a share of them as its test split."""
     x, y = (np.concatenate([examples[part].numpy() for examples in federation.train]) for part in (0, 1))
-    return federation_of(x, y, np.repeat(np.arange(len(federation)), federation.num_examples.numpy()), seed=seed)
+    owners = np.repeat(np.arange(len(federation)), federation.num_examples.numpy())
+    return federation_of(x, y, owners, seed=seed, test_share=share)
 
 
 def parse_options(words: list[str]) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
     built = build(Experiment.parse({"seed": setting["seed"], "data": data}))
     assert isinstance(built.federation, Federation)
     result = simulate(
-        hold_out(built.federation, setting["seed"]),
+        hold_out(built.federation, setting["seed"], setting.get("validation_share", VALIDATION_SHARE)),
         built.algorithm.task.module,
         name,
         rounds=setting["rounds"],
@@ -72,8 +75,7 @@ def measure(trial: str, setting: dict[str, Any]) -> dict[str, Any]:
 
 def is_same(line: dict[str, Any], whole: dict[str, Any]) -> bool:
     """Tell whether a stored line has this trial and these settings; an optional one is absent in both or equal."""
-    optional = ("lr", "samples_per_client")
-    return line.items() >= whole.items() and all(line.get(key) == whole.get(key) for key in optional)
+    return line.items() >= whole.items() and all(line.get(key) == whole.get(key) for key in OPTIONAL)
 
 
 def main(
@@ -84,14 +86,15 @@ def main(
     rounds: int = 20,
     local_epochs: int = 5,
     lr: Annotated[float | None, typer.Option(help="Learning rate (default: the paper's for the data set).")] = None,
-    samples: Annotated[int | None, typer.Option(help="Images per client, of which 0.7 x 0.7 are trained on.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Images per client, 30 % of them test images.")] = None,
+    share: Annotated[float | None, typer.Option(help="Share of the training images for validation (0.3).")] = None,
     out: Path = OUT,
 ) -> None:
     known = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     table = Table("trial", "validation accuracy %", "after training %", "self-weight per layer")
     common = {"dataset": dataset, "partition": partition, "rounds": rounds, "local_epochs": local_epochs}
-    common |= {} if lr is None else {"lr": lr}
-    common |= {} if samples is None else {"samples_per_client": samples}
+    optional = dict(zip(OPTIONAL, (lr, samples, share), strict=True))
+    common |= {key: value for key, value in optional.items() if value is not None}
     for trial in track(trials, console=Console(stderr=True)):
         lines = []
         for seed in map(int, seeds.split(",")):

@@ -302,6 +302,8 @@ def test_only_missing_cells_are_run(tmp_path: Path) -> None:
     assert copied["cells"] == summary["cells"]
     repeated = summaries.summarise_cell(runs / cells[1].folder, cells[1], SMALL)
     assert summaries.list_differences(mixed, repeated) == []
+    older = {**mixed, summaries.AFTER: {"mean": mixed[summaries.AFTER]["mean"]}}  # of format 3
+    assert summaries.list_differences(older, repeated) == []
     repeated["curve"][0][1] += 1e-9
     assert summaries.list_differences(mixed, repeated) == ["curve"]
 
