@@ -1,5 +1,6 @@
 """The way back of a run that was poisoned: which round and command, and who is left out from then on."""
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,24 +12,33 @@ from pfedla.runs.prediction import find_client
 
 
 def explain_way_back(
-    trend: Trend, run: Path | None, rounds: Sequence[int], names: Sequence[str], also: set[str]
+    trend: Trend,
+    names: Sequence[str],
+    *,
+    rounds: Sequence[int],
+    excluded: Mapping[str, int | str],
+    run: Path | None,
+    is_deployed: bool,
 ) -> str:
-    """Return to which round to go back, without whom, and the command. `rounds`: of the checkpoints that are kept.
+    """Return until when the score was good, who likely spoiled it, and how to go back to before it without them.
 
-    `also`: clients that are excluded later than from that round on.
+    `rounds`: of the checkpoints that are kept. `run`: the run folder, if there is one.
     """
     who = [names[client] for client in trend.suspects]
-    out = list(dict.fromkeys([*who, *sorted(also)])) or ["CLIENT"]
-    text = f"; the score was last good in round {trend.good_round}, and "
-    text += f"the likely cause is client {', '.join(who)}, with an unusually long update after it" if who else ""
-    text += "" if who else "no unusually long update says which client (CLIENT) spoiled it"
+    text = f"; the score was last good in round {trend.good_round}; "
+    text += f"likely cause: client {', '.join(who)}, by an unusually long update after it" if who else ""
+    text += "" if who else "no update was so long that it says which client (CLIENT) spoiled it"
+    last = max((round for round in rounds if round <= trend.good_round), default=0)
+    out = who or ["CLIENT"]  # beside those that are excluded already: who comes after `last` would take part again
+    out += [name for name, start in excluded.items() if int(start) > last and name not in out]
     if run is None:
         return f"{text}. To start again without: exclude={dict.fromkeys(out, AUTO)}"
-    words = " ".join(f"--exclude {shlex.quote(name)}" for name in out)
-    kept = max((round for round in rounds if round <= trend.good_round), default=None)
-    if kept is None:
-        return f"{text}. No checkpoint from then is kept. To start again: pfedla run {shlex.quote(str(run))} {words}"
-    return f"{text}. To go back: pfedla run {shlex.quote(str(run))} --resume --from {kept} {words}"
+    text += ". To go back: " if last else ". No checkpoint from then is kept. To start again: "
+    if is_deployed:
+        where = f"deployment.resume=true deployment.from_round={last}" if last else "deployment.folder=…"
+        return f"{text}{where} deployment.exclude='{json.dumps(out)}'"
+    words = ["pfedla", "run", str(run), *(["--resume", "--from", str(last)] if last else [])]
+    return text + shlex.join([*words, *(word for name in out for word in ("--exclude", name))])
 
 
 def resolve_exclusions(

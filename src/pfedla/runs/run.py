@@ -230,10 +230,9 @@ class Run:
         spoiled = trend.has_fallen or trend.suspects or any(one.reason != NO_ANSWER.reason for one in failures.values())
         if not spoiled or not 0 < trend.good_round < self.state.round:
             return ""
-        later = {name for name, start in self.experiment.exclude.items() if int(start) > trend.good_round}
-        rounds = folder.checkpoints.rounds() if folder else []
-        run, names = folder.path if folder else None, self.built.federation.names
-        return explain_way_back(trend, run, rounds, names, later)
+        known: dict[str, Any] = {"rounds": folder.checkpoints.rounds() if folder else []}
+        known |= {"run": folder.path if folder else None, "is_deployed": self._given_engine is not None}
+        return explain_way_back(trend, self.built.federation.names, excluded=self.experiment.exclude, **known)
 
     def finish(self) -> dict[str, Any]:
         """Write the personal models and the result; return what result.json holds."""
@@ -242,6 +241,8 @@ class Run:
             self.result = describe_result(self.built, self.simulation, self.honest)
             if self.experiment.exclude:
                 self.result["excluded"] = self.experiment.exclude
+            if self.state.trend.has_fallen and self.state.trend.suspects:
+                self.say(f"the score has not recovered{self._name_way_back({})}")
             if self.folder is not None:
                 write_results(self, self.folder, self.simulation, self.result)
         elif self.pictures and self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
