@@ -58,6 +58,8 @@ def describe_value(schema: dict[str, Any]) -> str:
     """Return what a value may be, from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(describe_value(one) for one in schema["anyOf"])
+    if "additionalProperties" in schema:
+        return f"a table: name → {describe_value(schema['additionalProperties'])}"
     if "const" in schema or "enum" in schema:
         return list_choices(schema.get("enum", [schema.get("const")]))
     kinds = {"integer": "whole number", "number": "number", "boolean": "`true` or `false`", "string": "text"}

@@ -369,3 +369,19 @@ def test_private_keys_are_readable_by_their_owner_only_and_not_in_the_app(tmp_pa
     assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
     app = [path for path in (tmp_path / "fed" / "app").rglob("*") if path.is_file()]
     assert all(path.suffix != ".key" and b"PRIVATE" not in path.read_bytes() for path in app)
+
+
+def test_a_client_is_excluded_when_a_deployment_goes_back(tmp_path: Path) -> None:
+    """It is not asked to train any more; the others continue from their state of that round."""
+    grid = grid_of(tmp_path, "heurpfedla", rounds=3)
+    run_server(grid)
+    grid.sent.clear()
+    run_server(grid, resume=True, from_round=2, exclude=("1",))
+    asked = [(m.metadata.message_type, m.metadata.dst_node_id - 100) for m in grid.sent]
+    assert [client for kind, client in asked if kind == "train"] == [0, 2]
+    assert result_of(grid)["excluded"] == {"1": 3}
+    experiment = grid.deployment.experiment.model_copy(update={"exclude": {"1": 3}})
+    grid.deployment = grid.deployment.model_copy(update={"experiment": experiment})
+    check(grid.deployment)
+    config = flatten_dict({"deployment": {"exclude": '["1"]'}})
+    assert Deployment.from_run_config(flatten_dict(grid.deployment.to_run_config()) | config).exclude == ("1",)

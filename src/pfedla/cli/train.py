@@ -11,6 +11,7 @@ from typer import Argument, Exit, Option
 
 from pfedla.cli.options import File, Output, Quiet, Sets, option, parse_ints, say, split_words, watching, with_settings
 from pfedla.core.errors import GaveUpError, PfedlaError, Stopped, shown, unknown
+from pfedla.core.settings import AUTO
 from pfedla.runs.experiment import Experiment, gather, nest, overlay, read_toml
 from pfedla.runs.trackers import check_trackers
 
@@ -20,11 +21,20 @@ SEEDS_HELP = "Seeds separated by commas. Differences are paired over them; tests
 AGAINST_HELP = "The method that differences are to (default: local if it is compared, else the first)."
 TRIALS_HELP = "Trials of each method, its defaults the first of them."
 RESUME_TUNING_HELP = "Resume the tuning in --out (or the latest of the default name); start a new one if there is none."
+EXCLUDE_HELP = "A client (name or number) that takes no part from the next round on (repeatable)."
+FROM_HELP = "With --resume: continue after this round, or the last before it that is kept; drop what came later."
 SPREAD_HELP = "As for run; algorithm.X=… goes to every method that has X, pfedla.X=… to pfedla alone."
 
 
 @with_settings()
-def run(given: dict[str, Any], output: Output, file: File = None, setting: Sets = None) -> None:
+def run(
+    given: dict[str, Any],
+    output: Output,
+    file: File = None,
+    setting: Sets = None,
+    exclude: Annotated[list[str] | None, option("Run", EXCLUDE_HELP)] = None,
+    from_round: Annotated[int | None, option("Output", FROM_HELP, "--from", min=1)] = None,
+) -> None:
     """Train one method on a federation; leave a run folder with numbers, personal models and pictures.
 
     Example: pfedla run -a pfedla -d fashion-mnist  --rounds 30 --set algorithm.neighbours=5
@@ -36,11 +46,12 @@ def run(given: dict[str, Any], output: Output, file: File = None, setting: Sets 
     from pfedla.runs.run import Run
 
     trackers = check_trackers(split_words(output.track))
-    built = build(Experiment.parse(gather(file, given, setting or [])))
+    left_out = {"exclude": dict.fromkeys(exclude, AUTO)} if exclude else {}
+    built = build(Experiment.parse(overlay(gather(file, given, setting or []), left_out)))
     experiment, out, default = built.experiment, output.out, RUNS / folder_name(built.experiment)
     if output.resume and out is None:
         out = file if file is not None and file.is_dir() else number_folder(default, resume=True)
-    folder = RunFolder(out or number_folder(default), resume=output.resume)
+    folder = RunFolder(out or number_folder(default), resume=output.resume, from_round=from_round)
     hint = f"resume with --resume --out {folder.path}"
     with watching(experiment.rounds, quiet=output.quiet or output.as_json, hint=hint) as (display, signals):
         display.begin(built.algorithm.name, experiment.seed)

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
 MASK = "the mask of sent layers"
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 MIB = 2**20
+LOST = 0.1  # of what the score has gained since its first value: with more lost, a round is no longer good
+UNUSUAL = 10.0  # usual lengths: a longer update is suspect, and so is every other of nearly the longest one's size
 Evaluated = tuple[ClientMetrics, dict[int, Failure]]  # metrics, and failures by client
 
 
@@ -37,6 +39,7 @@ class Traffic:
 class Round(NamedTuple):
     round: int  # 1 is the first
     cohort: Cohort  # the clients whose uploads were accepted
+    lengths: Tensor  # [cohort]: of their updates
     sent: Tensor  # [cohort, layers]: what each of them was sent
     failures: dict[int, Failure]  # by client: no answer, or an answer that cannot be used
     training_loss: Tensor
@@ -67,19 +70,24 @@ def run_rounds(
     seed: int,
     traffic: Traffic | None = None,
     norm_bound: float | None = None,
+    excluded: Mapping[int, int] | None = None,
 ) -> Iterator[Round]:
-    """Run `rounds` from a server state, one at a time. The last is always evaluated."""
+    """Run `rounds` from a server state, one at a time. The last is always evaluated.
+
+    `excluded`: clients that are not asked to train, and the first round without each.
+    """
     traffic = traffic or Traffic()
     for number in rounds:
         seconds = dict.fromkeys(("train", "server", "evaluate"), 0.0)
         with timed(seconds, "server"):
             cohort = Cohort.sample(num_examples, number, participation, seed)
-            downloads = algorithm.download(server, cohort)
+            cohort, downloads = leave_out(excluded or {}, cohort, algorithm.download(server, cohort))
         with timed(seconds, "train"):
-            answers = engine.train(cohort, downloads)
+            answers = engine.train(cohort, downloads) if len(cohort.ids) else []
         with timed(seconds, "server"):
             accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
             down = int(payload_bytes(downloads, algorithm.task.layers).sum())
+            lengths = measure_updates(algorithm, server, accepted)
             if len(accepted.cohort.ids):
                 kinds = describe_state(server)
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
@@ -95,6 +103,7 @@ def run_rounds(
         yield Round(
             round=number,
             cohort=accepted.cohort,
+            lengths=lengths,
             sent=accepted.downloads.sent,
             failures=failures,
             training_loss=accepted.training_loss,
@@ -105,6 +114,18 @@ def run_rounds(
             seconds=seconds,
             server=server,
         )
+
+
+def leave_out(excluded: Mapping[int, int], cohort: Cohort, downloads: Payload) -> tuple[Cohort, Payload]:
+    """Return the cohort and its downloads without the clients that are excluded from this round on or before.
+
+    They are left out of what was drawn and computed for all: for the others it is as if they did not answer.
+    """
+    takes_part = [excluded.get(client, cohort.round + 1) > cohort.round for client in cohort.ids.tolist()]
+    if all(takes_part):
+        return cohort, downloads
+    rows = torch.tensor(takes_part).nonzero().flatten()
+    return cohort.only(rows), downloads.rows(rows)
 
 
 def describe_state(server: object) -> dict[str, str]:
@@ -171,6 +192,41 @@ def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[
     messages, model = participants * rounds, sum(layers.num_parameters)
     kept = sum(layers.num_parameters[layer] for layer in set(retained))
     return Traffic(down_bytes=4 * messages * (model - kept), up_bytes=4 * messages * model)  # float32
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Up to which round the score was good, and who sent unusually long updates since then."""
+
+    first: float | None = None  # score, mean over clients; the sign is such that higher is better
+    best: float | None = None
+    good_round: int = 0  # the last evaluated round that was good; 0: none is known
+    has_fallen: bool = False  # since the good round
+    usual_length: float = 0.0  # median length of the updates that were accepted in the good round; 0: not known
+    suspects: tuple[int, ...] = ()  # clients
+
+    def follow(self, round: Round, *, higher_is_better: bool) -> "Trend":
+        """Return the trend after one more round."""
+        lengths = dict(zip(round.cohort.ids.tolist(), round.lengths.tolist(), strict=True))
+        median = statistics.median(lengths.values()) if lengths else 0.0
+        suspects = self.suspects or find_unusual(lengths, self.usual_length or median)  # later ones may follow a first
+        score = None if round.evaluation is None else finite_mean(round.evaluation.score)
+        if score is None:
+            infinite = round.evaluation is not None and bool(round.evaluation.score.isinf().any())
+            fallen = self.has_fallen or infinite or bool(round.evaluation_failures)
+            return replace(self, suspects=suspects, has_fallen=fallen)
+        score = score if higher_is_better else -score
+        first = score if self.first is None else self.first
+        best = score if self.best is None else max(score, self.best)
+        if score < best - LOST * (best - first):
+            return replace(self, suspects=suspects, has_fallen=True)
+        return Trend(first, best, good_round=round.round, usual_length=median or self.usual_length)
+
+
+def find_unusual(lengths: Mapping[int, float], usual: float) -> tuple[int, ...]:
+    """Return whose updates are unusually long: the longest, and others of nearly its length."""
+    bound = max(UNUSUAL * usual, max(lengths.values(), default=0.0) / UNUSUAL)
+    return tuple(client for client, length in lengths.items() if length > bound and usual > 0)
 
 
 # Checks of uploads
@@ -276,6 +332,14 @@ def update_norm(upload: Payload, start: Params) -> float:
     """Return how far a client moved from its start; of tensors whose start is not known, their norm."""
     moving = {name: value.double() for name, value in upload.tensors.items() if value.is_floating_point()}
     return math.sqrt(sum(float((value - start.get(name, 0)).square().sum()) for name, value in moving.items()))
+
+
+def measure_updates(algorithm: Algorithm, server: ServerState, accepted: Accepted) -> Tensor:
+    """Return how far each accepted client moved from its start, [cohort]."""
+    count = len(accepted.cohort.ids)
+    starts = algorithm.starts(server, accepted.cohort, accepted.downloads) if count else {}
+    lengths = [update_norm(accepted.uploads.rows(row), take(starts, row)) for row in range(count)]
+    return torch.tensor(lengths, dtype=torch.float64)
 
 
 def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:

@@ -22,7 +22,7 @@ from pfedla.runs.experiment import Experiment
 
 Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 OUTLINE = ("shape", "classes", "mean", "std", "names", "targets")
-JSON = (*OUTLINE, "keys", "class_counts", "columns", "scaling")
+JSON = (*OUTLINE, "keys", "class_counts", "columns", "scaling", "exclude")
 
 
 class Deployment(Section):
@@ -33,6 +33,8 @@ class Deployment(Section):
     version: str  # of pfedla, the same everywhere
     folder: Path  # the run folder, on the server
     resume: bool = False  # the run in `folder`
+    from_round: Annotated[int, Field(ge=0)] = 0  # resume after this round; 0: after the last
+    exclude: tuple[str, ...] = ()  # clients that take no part from the next round on: their names or numbers
     min_clients: Annotated[int, Field(ge=1)] = 1  # that must be online: with fewer a round waits, then the run stops
     wait: Seconds = 300.0  # for clients: for all of them at the start, later for min_clients
     round_timeout: Seconds = 3600.0  # until a round continues without clients that do not answer

@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import write_text
+from pfedla.core.settings import AUTO
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.engine import WIRE, FlowerEngine
 from pfedla.report.reading import read_result
@@ -47,6 +48,7 @@ def beside(folder: Path, suffix: str) -> Path:
 def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
     """Run the deployment's experiment with the clients behind the grid."""
     built, path = deployment.build(), deployment.folder
+    built = built.exclude(built.experiment.exclude | dict.fromkeys(deployment.exclude, AUTO))
     federation, experiment = built.federation, built.experiment
     display.begin(built.algorithm.name, experiment.seed)
     if path.exists() and not deployment.resume:
@@ -54,12 +56,13 @@ def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
     name = (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
     engine = FlowerEngine(grid, built.algorithm, federation, deployment=deployment, run=name, say=display.say)
     is_finished = (path / RESULT).exists() and read_result(path / RESULT)["rounds"] >= experiment.rounds
+    is_finished = is_finished and not deployment.from_round
     if not is_finished:  # before there is a folder: a run that no client joins leaves none
         display.say(f"waiting up to {deployment.wait:.0f} s for {len(federation)} clients")
         engine.wait_for(len(federation))
         missing = (federation.num_examples == 0).nonzero().flatten().tolist()
         display.say(f"{len(federation) - len(missing)} clients have joined; missing: {missing or 'none'}")
-    folder = RunFolder(path, resume=deployment.resume)
+    folder = RunFolder(path, resume=deployment.resume, from_round=deployment.from_round or None)
     write_text(path / RUN_NAME, name)
     with Run(built, folder, engine=engine, display=display) as run:
         for round in run:

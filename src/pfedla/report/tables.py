@@ -73,6 +73,8 @@ def warnings(results: Sequence[Values]) -> list[str]:
         lines.append(f"No {label} for {clients}, for example as a class is absent there. Means are over the others.")
     if faults := first.get("faults"):
         lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
+    for client, start in {pair: None for result in results for pair in result.get("excluded", {}).items()}:
+        lines.append(f"Client {client} took no part from round {start} on. It is still tested.")
     if "attackers" in first:
         attack = f"{len(first['attackers'])} of {first['clients']} clients attack"
         lines.append(f"{attack}. Scores are of the honest ones.")

@@ -1,5 +1,6 @@
 """From an experiment to what it is made of: federation, model, method. Everything is checked before anything runs."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from pfedla.core.contracts import Algorithm, generator
 from pfedla.core.errors import PfedlaError, check_affordable
 from pfedla.core.faults import check_faults
 from pfedla.core.objectives import OBJECTIVES, Objective
-from pfedla.core.settings import AUTO
+from pfedla.core.settings import AUTO, Auto
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
 from pfedla.data import datasets
@@ -32,6 +33,9 @@ class Built(NamedTuple):
     algorithm: Algorithm
     unseen: Federation | None = None  # the clients that join after the last round
     notes: tuple[str, ...] = ()  # what a user should know before the run
+
+    def exclude(self, clients: Mapping[str, int | Auto]) -> "Built":
+        return self._replace(experiment=self.experiment.model_copy(update={"exclude": dict(clients)}))
 
 
 def build(experiment: Experiment, dataset: Dataset | None = None, *, validation: bool = False) -> Built:

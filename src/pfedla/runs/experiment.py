@@ -55,6 +55,8 @@ class Experiment(Section):
     """The metric of curves and tables: accuracy, auroc, rmse, c_index, … auto: the data set's, or the task's."""
     model: Annotated[str, Option("model")] = AUTO
     """A name of `pfedla models`, or your own package.module:factory. auto: by the shape of the examples."""
+    exclude: dict[str, Positive | settings.Auto] = Field({})
+    """Clients (by name or number) that take no part, each with the first round without it. auto: the next round."""
     data: Data = Data()
     training: settings.Training = settings.Training()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -75,7 +77,7 @@ class Experiment(Section):
     def to_toml(self) -> str:
         """Return the whole experiment; what is still "auto" is not used and left out."""
         values = self.model_dump()
-        values = {key: value for key, value in values.items() if value != AUTO}
+        values = {key: value for key, value in values.items() if value not in (AUTO, {})}
         for section in ("data", "faults"):
             values[section] = {key: value for key, value in values[section].items() if value != AUTO}
         return tomli_w.dumps(values)
@@ -84,7 +86,7 @@ class Experiment(Section):
         """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
-        may_change: Any = {"rounds": True, "tuned_trials": True, "checkpoint": True}
+        may_change: Any = {"rounds": True, "tuned_trials": True, "exclude": True, "checkpoint": True}
         may_change |= {"engine": {"threads"}, "uploads": {"max_failed_rounds"}}
         if self.training.schedule == "cosine":
             del may_change["rounds"]  # the learning rate of every round depends on the last

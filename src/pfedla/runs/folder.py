@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import InUseError, PfedlaError
 from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
 from pfedla.core.objectives import CLASSIFICATION, Objective
-from pfedla.core.rounds import Traffic
+from pfedla.core.rounds import Traffic, Trend
 from pfedla.core.trees import leaves, map_tree
 from pfedla.data.federation import Federation, Outline
 from pfedla.data.partition import split_statistics
 from pfedla.report.reading import Count, flatten, read_result, round_of
 from pfedla.runs.build import Built
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
+from pfedla.runs.trackers import IDS
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
@@ -55,8 +56,12 @@ def new_folder(path: Path, hint: str = "choose another folder with --out, or res
 class RunFolder:
     """A run's place on disk, locked while it is entered."""
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path, self.reopened = path, resume and path.is_dir()
+    def __init__(self, path: Path, *, resume: bool = False, from_round: int | None = None) -> None:
+        """`from_round`: resume after this round, or the newest one before it that is kept; drop what came later."""
+        self.path, self.reopened, self.from_round = path, resume and path.is_dir(), from_round
+        self.excluded: dict[str, int | Literal["auto"]] = {}  # as `Experiment.exclude`, when it was reopened
+        if not self.reopened and from_round is not None:
+            raise PfedlaError(f"there is no run in {path} that could go back to round {from_round}: name it, --resume")
         if not self.reopened:
             new_folder(path)
         self._lock = FileLock(path / ".lock")
@@ -93,9 +98,10 @@ class RunFolder:
             check_same(self.path, before, experiment)
             if experiment.rounds < before.rounds:
                 raise PfedlaError(f"{self.path} has {before.rounds} rounds: it can be extended, not shortened")
+            self.excluded = before.exclude
             if (self.path / RESULT).exists():
                 result = read_result(self.path / RESULT)
-                if result["rounds"] >= experiment.rounds:
+                if result["rounds"] >= experiment.rounds and self.from_round is None:
                     return result
                 if not self.checkpoints.rounds():
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
@@ -116,11 +122,15 @@ class RunFolder:
                 say(f"another environment than the run was started in ({changed}): the last bits may differ")
         return None
 
-    def prepare_resume(self, round: int) -> None:
+    def prepare_resume(self, round: int, experiment: Experiment) -> None:
         """Make the folder ready for the rounds after `round`. Nothing can be refused any more."""
+        self.experiment = experiment
         (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete, so it goes first
         (self.path / ALPHA).unlink(missing_ok=True)
-        write_text(self.path / EXPERIMENT, self.experiment.to_toml())
+        if self.from_round is not None:
+            self.checkpoints.drop_after(round)  # before experiment.toml says who is left out from the next round on
+            (self.path / IDS).unlink(missing_ok=True)  # those runs have later rounds, and forget nothing
+        write_text(self.path / EXPERIMENT, experiment.to_toml())
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
         path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
@@ -190,6 +200,7 @@ class RunState(BaseModel):
     traffic: Traffic = Traffic()
     failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
     failed_rounds: Count = 0  # in a row, up to now
+    trend: Trend = Trend()
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
 
     def take_snapshot(self, algorithm: Algorithm, planned: set[int]) -> None:
@@ -208,7 +219,10 @@ def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
 
 
 class Checkpoints:
-    """The last two checkpoints of a run: tensors, then the rest in JSON with the SHA-256 of both files."""
+    """The last two checkpoints of a run, and the last from before its score fell: tensors, then the rest in JSON.
+
+    The JSON has the SHA-256 of both files.
+    """
 
     def __init__(self, run: Path, experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> None:
         self.run, self.folder, self.experiment, self.say = run, run / "checkpoints", experiment, say
@@ -240,16 +254,28 @@ class Checkpoints:
             text = json.dumps({"sha256": _digest(stored), "state": stored}, indent=1, allow_nan=False)
             write_text(path.with_suffix(".json"), text + "\n")
         finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
-            kept = [round for round in self.rounds() if round <= state.round][-2:]
+            there = [round for round in self.rounds() if round <= state.round]
+            kept = {*there[-2:], *[round for round in there if round <= state.trend.good_round][-1:]}
             whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
             for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
                 other.unlink(missing_ok=True)
         self._saved_at, self._saved_round = time.monotonic(), state.round
 
-    def load_newest(self, fresh: RunState, clients: Params) -> tuple[RunState, Params] | None:
-        """Return the newest whole checkpoint, in the form of a fresh run's state and clients; None if there is none."""
-        problem = None
-        for round in reversed(self.rounds()):
+    def drop_after(self, last: int) -> None:
+        for round in [round for round in reversed(self.rounds()) if round > last]:
+            for ending in ("json", "safetensors"):  # without its JSON it does not count
+                (self.folder / f"round-{round}.{ending}").unlink(missing_ok=True)
+
+    def load_newest(self, fresh: RunState, clients: Params, last: int | None = None) -> tuple[RunState, Params] | None:
+        """Return the newest whole checkpoint, in the form of a fresh run's state and clients; None if there is none.
+
+        `last`: the newest that is not after this round, which must exist.
+        """
+        problem, there = None, self.rounds()
+        if last is not None and not any(round <= last for round in there):
+            kept = f"kept are rounds {', '.join(map(str, there))}" if there else "none is kept"
+            raise PfedlaError(f"{self.run} has no checkpoint to go back to at or before round {last}: {kept}")
+        for round in reversed([round for round in there if last is None or round <= last]):
             try:
                 return self._load(round, fresh, clients)
             except PfedlaError as error:

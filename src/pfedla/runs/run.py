@@ -16,7 +16,7 @@ from pfedla.core.contracts import ClientMetrics, Cohort, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
 from pfedla.core.objectives import Objective
-from pfedla.core.rounds import Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
+from pfedla.core.rounds import NO_ANSWER, Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
 from pfedla.core.settings import AUTO
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
@@ -26,6 +26,7 @@ from pfedla.runs.build import Built, build, build_around, check_federation, choo
 from pfedla.runs.experiment import Experiment, list_settings, nest
 from pfedla.runs.folder import RUNS, RunFolder, folder_name, fresh_state, number_folder, plan_snapshots, write_alpha
 from pfedla.runs.progress import Display
+from pfedla.runs.recovery import explain_way_back, resolve_exclusions
 from pfedla.runs.result import Simulation, describe_result, write_results
 from pfedla.runs.trackers import Tracking, check_trackers
 
@@ -46,12 +47,15 @@ class Run:
         track: Sequence[str] = (),
         pictures: bool = True,
     ) -> None:
+        names = built.federation.names
+        if folder is None or not folder.reopened:  # else the next round is not known yet
+            built = built.exclude(resolve_exclusions(built.experiment.exclude, names))
         self.pictures = pictures
         self.built, self.experiment, self.algorithm = built, built.experiment, built.algorithm
         self.folder, self.stopping, self._given_engine = folder, stopping, engine
         self.display, self._is_shown = display or Display(self.experiment.rounds, quiet=True), display is not None
         self.display.metric = Metric.of({"task": built.algorithm.task.objective.describe()})
-        self.display.names = list(built.federation.names)
+        self.display.names = list(names)
         self.say = self.display.say
         self.trackers = Tracking(track, folder.path, self.say) if folder and track else None
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
@@ -96,20 +100,28 @@ class Run:
         experiment, num_examples = self.experiment, self.built.federation.num_examples
         self.state = fresh_state(self.algorithm, len(num_examples), experiment.seed)
         if self.folder is not None and self.folder.reopened:
-            loaded = self.folder.checkpoints.load_newest(self.state, engine.state())
+            going_back = self.folder.from_round is not None
+            loaded = self.folder.checkpoints.load_newest(self.state, engine.state(), self.folder.from_round)
             if loaded is not None:
                 self.state, clients = loaded
                 engine.load(clients)
-            self.folder.prepare_resume(self.state.round)
+            how: dict[str, Any] = {"before": self.folder.excluded, "round": self.state.round, "going_back": going_back}
+            excluded = resolve_exclusions(experiment.exclude, self.built.federation.names, **how)
+            self.built = self.built.exclude(excluded)
+            self.experiment = experiment = self.built.experiment
+            self.folder.prepare_resume(self.state.round, experiment)
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
         self._check({}, None, {})
+        for name, start in experiment.exclude.items():
+            self.say(f"client {name} takes no part from round {start} on")
         for note in (*self.built.notes, self.algorithm.notice(experiment.rounds * experiment.participation)):
             if note:
                 self.say(note)
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
         how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
+        how["excluded"] = {self.built.federation.names.index(name): start for name, start in experiment.exclude.items()}
         how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
         self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, **how)
 
@@ -141,7 +153,11 @@ class Run:
         self._evaluation = round.evaluation
         for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
             state.after_training[client] = None if math.isnan(score) else score
-        state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
+        state.trend = state.trend.follow(round, higher_is_better=self._higher_is_better)
+        if len(round.cohort.ids):
+            state.failed_rounds = 0
+        elif round.failures:  # else all clients of the round are excluded
+            state.failed_rounds += 1
         for client, failure in [*round.failures.items(), *round.evaluation_failures.items()]:
             reasons = state.failures.setdefault(client, {})
             reasons[failure.reason] = reasons.get(failure.reason, 0) + 1
@@ -180,7 +196,11 @@ class Run:
         return line if self.honest.all() else line | {"honest": honest}
 
     def summarise(self, scores: Tensor) -> dict[str, Any]:
-        return summarise(scores, higher_is_better=self.algorithm.task.objective.metric.higher_is_better)
+        return summarise(scores, higher_is_better=self._higher_is_better)
+
+    @property
+    def _higher_is_better(self) -> bool:
+        return self.algorithm.task.objective.metric.higher_is_better
 
     def _save(self, *, anyway: bool) -> None:
         if self.folder is not None and (anyway or self.folder.checkpoints.is_due(self.state.round)):
@@ -195,19 +215,34 @@ class Run:
             what, failures = f"no personal model could be evaluated in round {self.state.round}", evaluation_failures
         if not what:
             return
+        way_back = self._name_way_back(failures)
         if not failures:
-            raise GaveUpError(what)
+            raise GaveUpError(what + way_back)
         client, failure = next(iter(failures.items()))
         detail = f" ({failure.detail})" if failure.detail else ""
-        if failure.reason == "not finite":
+        if failure.reason == "not finite" and not way_back:
             detail += "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
-        raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}") from failure.error
+        raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}{way_back}") from failure.error
+
+    def _name_way_back(self, failures: Failures) -> str:
+        """Return how to go back to before the fall of the score, if it was good before."""
+        trend, folder = self.state.trend, self.folder
+        spoiled = trend.has_fallen or trend.suspects or any(one.reason != NO_ANSWER.reason for one in failures.values())
+        if not spoiled or not 0 < trend.good_round < self.state.round:
+            return ""
+        known: dict[str, Any] = {"rounds": folder.checkpoints.rounds() if folder else []}
+        known |= {"run": folder.path if folder else None, "is_deployed": self._given_engine is not None}
+        return explain_way_back(trend, self.built.federation.names, excluded=self.experiment.exclude, **known)
 
     def finish(self) -> dict[str, Any]:
         """Write the personal models and the result; return what result.json holds."""
         if self.result is None:
             self.simulation = self._conclude()
             self.result = describe_result(self.built, self.simulation, self.honest)
+            if self.experiment.exclude:
+                self.result["excluded"] = self.experiment.exclude
+            if self.state.trend.has_fallen and self.state.trend.suspects:
+                self.say(f"the score has not recovered{self._name_way_back({})}")
             if self.folder is not None:
                 write_results(self, self.folder, self.simulation, self.result)
         elif self.pictures and self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
@@ -247,10 +282,21 @@ class Run:
         )
 
 
-def run(experiment: Experiment, out: Path | None = None, *, resume: bool = False, track: Sequence[str] = ()) -> Path:
-    """Run an experiment, or resume the one in `out`; return its folder. `track`: tensorboard, mlflow, wandb."""
+def run(
+    experiment: Experiment,
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+    from_round: int | None = None,
+    track: Sequence[str] = (),
+) -> Path:
+    """Run an experiment, or resume the one in `out`; return its folder.
+
+    `from_round`: resume after this round, and drop what came later. `track`: tensorboard, mlflow, wandb.
+    """
     trackers, built = check_trackers(track), build(experiment)
-    folder = RunFolder(out or number_folder(RUNS / folder_name(built.experiment)), resume=resume)
+    out = out or number_folder(RUNS / folder_name(built.experiment))
+    folder = RunFolder(out, resume=resume, from_round=from_round)
     Run(built, folder, track=trackers).complete()
     return folder.path
 
