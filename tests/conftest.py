@@ -33,10 +33,14 @@ SIZES = (9, 14, 9, 20, 14, 9)
 HELD_OUT: dict[str, Any] = {"warm_up": 0}  # the default warms up for longer than most tests last
 PRESETS = {"pfedla-heldout": HELD_OUT}
 VARIANTS = {  # options that are a path of their own
+    "fedavg-trimmed": ("fedavg", {"averaging": "trimmed"}),
+    "fedrep-median": ("fedrep", {"averaging": "median"}),
+    "per-fedavg-krum": ("per-fedavg", {"averaging": "krum"}),
     "per-fedavg-hessian-free": ("per-fedavg", {"hessian_free": True}),
     "fedfomo-start": ("fedfomo", {"reference": "start"}),
     "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
     "pfedla-heldout-sketched": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "sketch": 8}),
+    "pfedla-heldout-median": ("pfedla-heldout", {"warm_up": 1, "averaging": "median"}),
     "pfedla-heldout-average": ("pfedla-heldout", {**HELD_OUT, "personal": "average"}),
     "pfedla-heldout-retained": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "retained_layers": 1}),
 }

@@ -1,18 +1,19 @@
 """Whatever a client sends or does, the run continues, and the others are as if it had not answered."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_federation
-from torch import Tensor
+from conftest import TinyNet, add_noise, assert_same, engine_for, flat, make, play, toy_federation
+from torch import Tensor, nn
 
 from pfedla import simulate
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
-from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
+from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload, ServerState
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
 from pfedla.core.rounds import NO_ANSWER, find_too_long, update_norm
@@ -197,3 +198,100 @@ def test_too_long_is_measured_once_against_the_median_of_all() -> None:
     """With the longest left out, 11 would be too long as well: honest clients would follow the attackers."""
     assert find_too_long(dict(enumerate([2.0, 3.0, 4.0, 11.0, 1000.0])), 3.0) == {4: 250.0}
     assert find_too_long({0: 0.0, 1: 0.0, 2: 5.0}, 3.0) == {}  # a median of zero measures nothing
+
+
+# pFedLA: senders whose kept model is far off
+
+
+def make_server(algorithm: Any, count: int = 6) -> ServerState:
+    """Return a server whose models and weights all differ."""
+    server = algorithm.init_server(count, 0)
+    return {**server, **{group: add_noise(server[group], 1) for group in ("models", "hypernetworks")}}
+
+
+def spoil_models(server: ServerState, numbers: dict[int, float]) -> ServerState:
+    models = {name: value.clone() for name, value in server["models"].items()}
+    for client, number in numbers.items():
+        next(iter(models.values()))[client] = number
+    return {**server, "models": models}
+
+
+@pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout", "pfedla-compact"])
+def test_senders_far_off_have_no_weight_and_the_others_share_it(name: str) -> None:
+    """Against a plain loop; with their models in order again, everything is as before."""
+    algorithm = make(name)
+    server, everyone = make_server(algorithm), Cohort.everyone(torch.full((6,), 9), 1, 0)
+    before, kept = algorithm.alpha(server), [0, 1, 3, 5]
+    assert torch.equal(before, algorithm._network(6).alpha(server["hypernetworks"]))  # nobody is off: not a bit
+    spoiled = spoil_models(server, {2: 1e30, 4: torch.nan})
+    alpha = algorithm.alpha(spoiled)
+    assert (alpha[:, :, [2, 4]] == 0).all()
+    torch.testing.assert_close(alpha[:, :, kept], before[:, :, kept] / before[:, :, kept].sum(-1, keepdim=True))
+    received = algorithm.download(spoiled, everyone).tensors
+    if algorithm.neighbours == "all":
+        for number, layer in ((n, algorithm.task.layers.index[n]) for n in received):
+            for client in range(6):
+                twin = sum(alpha[client, layer, j] * server["models"][number][j] for j in kept)
+                torch.testing.assert_close(received[number][client], twin, rtol=1e-5, atol=1e-5)
+    assert all(value.isfinite().all() for value in received.values())
+    assert torch.equal(before, algorithm.alpha(server))
+
+
+def test_if_every_sender_is_off_a_client_gets_its_own_model() -> None:
+    algorithm = make("pfedla")
+    server, everyone = make_server(algorithm), Cohort.everyone(torch.full((6,), 9), 1, 0)
+    spoiled = spoil_models(server, dict.fromkeys(range(6), 1e30))
+    assert_same(algorithm.download(spoiled, everyone).tensors, spoiled["models"])
+
+
+def test_a_short_model_makes_no_other_one_long() -> None:
+    """Of two clients one sends nearly nothing: the other one's model is still no longer than usual."""
+    algorithm = make("pfedla")
+    server = make_server(algorithm, 2)
+    for value in server["models"].values():
+        value[1] *= 1e-9
+    assert (algorithm.alpha(server) > 0).all()
+
+
+def test_models_that_start_at_zero_are_not_measured_by_zero() -> None:
+    algorithm = make("pfedla", module=nn.Linear(6, 3))
+    for parameter in algorithm.task.module.parameters():
+        nn.init.zeros_(parameter)
+    server = algorithm.init_server(6, 0)
+    server["models"]["weight"][2] = 1.0
+    assert (algorithm.alpha(server) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout", "pfedla-compact"])
+def test_weights_go_on_being_learned_beside_a_sender_that_is_off(name: str) -> None:
+    """As if its model were the mean of the others."""
+    algorithm, ends = make(name), []
+    server, everyone = make_server(algorithm), Cohort.everyone(torch.full((6,), 9), 1, 0)
+    mean = {n: torch.cat([v[:2], v[3:]]).mean(0) for n, v in server["models"].items()}
+    level = {**server, "models": {n: v.clone() for n, v in server["models"].items()}}
+    for n, value in level["models"].items():
+        value[2] = mean[n]
+    downloads = algorithm.download(level, everyone)
+    extras = algorithm.upload_like(downloads.rows(0)).extras
+    draws = {n: add_noise({n: torch.zeros(6, *v.shape)}, 4)[n] for n, v in extras.items()}
+    uploads = Payload(add_noise(downloads.tensors, 5), downloads.sent | True, draws)
+    for state in (level, spoil_models(server, {2: 1e30})):
+        ends.append(algorithm.aggregate(copy.deepcopy(state), everyone, downloads, uploads)["hypernetworks"])
+    assert_same(*ends, tolerance=1e-5)
+    assert any(not torch.equal(value, server["hypernetworks"][n]) for n, value in ends[0].items())
+
+
+@pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout", "pfedla-compact"])
+def test_one_upload_of_1e30_does_not_spread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round of eight; then the client sends as usual and has its weight with the others again."""
+    clean, _ = play(make(name), toy_federation(), rounds=range(1, 9))
+    calls = iter(range(1, 9))
+    sends = on_first(lambda value: torch.full_like(value, 1e30))
+    intercept(monkeypatch, lambda answer: sends(answer) if next(calls) == 2 else answer)
+    algorithm = make(name)
+    hit, _ = play(algorithm, toy_federation(), rounds=range(1, 9))
+    assert not any(one.failures for one in hit)
+    assert hit[-1].evaluation.loss.mean() < 1.2 * clean[-1].evaluation.loss.mean()
+    after = {round: algorithm.alpha(hit[round - 1].server)[:, :, BAD] for round in (2, 3)}
+    assert (after[2] == 0).all()
+    assert (after[3][torch.arange(6) != BAD] > 0).all()

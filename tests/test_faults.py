@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyNet, assert_same, engine_for, flat, make, play, toy_federation
+from conftest import CLASSES, TinyNet, add_noise, assert_same, engine_for, flat, make, play, toy_federation
 
 from pfedla import simulate
 from pfedla.core.contracts import Cohort, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.faults import choose_answering, choose_attackers, falsify, is_attacking, limit_epochs
+from pfedla.core.layers import Params
 from pfedla.core.settings import Faults
 from pfedla.data.federation import Examples, Federation
 
@@ -47,6 +48,8 @@ def test_shares_are_what_they_say_and_come_from_the_seed() -> None:
         ("sign-flip", 1.0, [-1.0, 0.0, 4.0]),
         ("sign-flip", 2.0, [-2.0, -2.0, 5.0]),
         ("scale", "auto", [10.0, 22.0, -7.0]),
+        ("free-rider", "auto", [0.0, 2.0, 3.0]),
+        ("label-flip", "auto", [1.0, 4.0, 2.0]),  # flipped before training
     ],
 )
 def test_attacks_by_hand(attack: Any, scale: Any, expected: list[float]) -> None:
@@ -70,10 +73,11 @@ def test_noise_is_as_large_as_the_update_it_stands_for() -> None:
     assert not torch.equal(sent, later)
 
 
+@pytest.mark.parametrize("attack", ["sign-flip", "label-flip"])
 @pytest.mark.parametrize("name", ["fedrep", "heurpfedla"])
-def test_engines_fail_alike(name: str) -> None:
+def test_engines_fail_alike(name: str, attack: Any) -> None:
     """Absent clients, fewer epochs and attacks are those of the seed, with any engine."""
-    worst = Faults(dropout=0.3, stragglers=0.6, attack="sign-flip", attackers=0.34, attack_rate=0.7)
+    worst = Faults(dropout=0.3, stragglers=0.6, attack=attack, attackers=0.34, attack_rate=0.7)
     algorithm = make(name, batch_norm=None, epochs=3)
     one, two, vectorized = (
         play(algorithm, toy_federation(), faults=worst, threads=threads, engine=engine)
@@ -123,6 +127,56 @@ def test_only_the_attackers_uploads_change_and_nan_never_arrives(name: str) -> N
     assert reasons == dict.fromkeys(attackers, "not finite")
 
 
+def first_round(faults: Faults, round: int = 1) -> tuple[list[Params], Payload]:
+    """What every client of the toy federation uploads in a round of FedAvg, and what it was sent."""
+    algorithm, federation = make("fedavg"), toy_federation()
+    who = Cohort.everyone(federation.num_examples, round, 0)
+    server = {"model": add_noise(algorithm.init_server(len(federation), 0)["model"], 3)}
+    downloads = algorithm.download(server, who)
+    with engine_for(algorithm, federation, faults=faults) as engine:
+        return [answer.upload.tensors for answer in engine.train(who, downloads)], downloads
+
+
+@pytest.mark.parametrize("attack", ["label-flip", "initial", "free-rider"])
+def test_what_liars_send_that_need_no_arithmetic(attack: Any) -> None:
+    honest, downloads = first_round(Faults())
+    faults = Faults(attack=attack, attackers=0.34)
+    attackers, (sent, _) = choose_attackers(faults, 6, 0).tolist(), first_round(faults)
+    federation, algorithm = toy_federation(), make("fedavg")
+    flipped = [examples._replace(y=CLASSES - 1 - examples.y) for examples in federation.train]
+    with engine_for(algorithm, Federation(flipped, federation.test, federation.classes)) as engine:
+        answers = engine.train(Cohort.everyone(federation.num_examples, 1, 0), downloads)
+    expected = {
+        "label-flip": [answer.upload.tensors for answer in answers],
+        "initial": [algorithm.task.initial()] * 6,
+        "free-rider": [downloads.rows(client).tensors for client in range(6)],
+    }[attack]
+    for client in range(6):
+        assert_same(sent[client], (expected if client in attackers else honest)[client])
+
+
+def test_a_late_attacker_is_honest_before() -> None:
+    late, always = (Faults(attack="sign-flip", attackers=0.34, attack_from=start) for start in (3, 1))
+    for round, alike in ((2, Faults()), (3, always), (4, always)):
+        for one, other in zip(first_round(late, round)[0], first_round(alike, round)[0], strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("attack", ["label-flip", "initial", "free-rider"])
+@pytest.mark.parametrize("name", ["pfedla-heldout", "fedfomo", "pfedme", "heurpfedla"])
+def test_every_kind_of_upload_can_be_falsified(name: str, attack: Any) -> None:
+    """Also if a run is continued in the middle of the attack."""
+    faults = Faults(attack=attack, attackers=0.34, attack_from=2)
+    algorithm, federation = make(name, batch_norm=None), toy_federation()
+    straight, clients = play(algorithm, federation, faults=faults, participation=0.5)
+    half, private = play(algorithm, federation, rounds=range(1, 3), faults=faults, participation=0.5)
+    state = {"server": half[-1].server, "clients": private}
+    rest, others = play(algorithm, federation, rounds=range(3, 4), faults=faults, participation=0.5, **state)
+    assert not any(one.failures for one in straight)
+    assert_same(flat(straight[-1].server), flat(rest[-1].server))
+    assert_same(clients, others)
+
+
 @pytest.mark.parametrize("name", ["pfedla", "pfedla-heldout"])
 def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> None:
     """Of eight clients that follow one rule two flip their updates: the others give them less weight."""
@@ -146,6 +200,15 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> Non
 def test_faults_that_do_not_fit_are_refused(section: dict[str, Any]) -> None:
     with pytest.raises(PfedlaError, match=f"faults.{next(reversed(section))}"):
         simulate(toy_federation(), TinyNet(), "fedavg", rounds=1, local_epochs=1, faults=section)
+
+
+def test_labels_are_flipped_of_classes_only() -> None:
+    section = {"attack": "label-flip", "attackers": 0.4}
+    federation = toy_federation()
+    numbers = [examples._replace(y=examples.x[:, :1]) for examples in (*federation.train, *federation.test)]
+    regression = Federation(numbers[:6], numbers[6:], ("y",), task="regression")
+    with pytest.raises(PfedlaError, match="label-flip"):
+        simulate(regression, torch.nn.Linear(6, 1), "fedavg", rounds=1, local_epochs=1, faults=section)
 
 
 def test_an_experiment_file_with_faults(pfedla: Any, tmp_path: Path) -> None:

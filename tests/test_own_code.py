@@ -104,7 +104,7 @@ def test_python_compares_with_own_classes(tmp_path: Path) -> None:
     )
     assert again.mean("careful") == found.mean("careful")
     written = tomllib.loads((tmp_path / "out/careful-s1/experiment.toml").read_text())["algorithm"]
-    assert written == {"name": f"{__name__}:Careful", "care": 0.75}
+    assert written == {"name": f"{__name__}:Careful", "averaging": "mean", "care": 0.75}
     assert list(json.loads((tmp_path / "out/comparison.json").read_text())) == ["local", "careful"]
 
 
@@ -114,7 +114,7 @@ def test_own_code_in_run_and_resume(pfedla, code: str) -> None:
     run = next(Path("runs").iterdir())
     assert run.name.startswith("lazy-digits")
     content = tomllib.loads((run / "experiment.toml").read_text())
-    assert content["algorithm"] == {"name": f"{code}:Lazy", "step": 0.75}
+    assert content["algorithm"] == {"name": f"{code}:Lazy", "averaging": "mean", "step": 0.75}
     assert content["model"] == f"{code}:factory"
     assert json.loads((run / "result.json").read_text())["algorithm"] == "lazy"
     assert pfedla("run", run, "--resume", "--rounds", 3, "-q")[0] == 0

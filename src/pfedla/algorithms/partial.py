@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from pfedla.core.averaging import Averaging, robust_mean
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, all_sent
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.layers import Layers, Params, into_corner_, mix, num_clients, put_, repeat, stack, take, weighted_mean
@@ -16,8 +17,8 @@ from pfedla.core.training import sgd
 Trained = tuple[Params, Tensor]  # a model and the mean loss of its training
 
 
-class PartialFedAvg(Algorithm):
-    """FedAvg on the layers that are not private: these, and the statistics, are the client's state."""
+class PartialSharing(Algorithm):
+    """Abstract: the client of FedAvg on the layers that are not private: these, and the statistics, are its state."""
 
     cannot_join = ""  # an unseen client gets the shared layers and trains what is private
     sends_statistics: ClassVar[bool] = False  # True: they travel and are averaged, as in FedAvg
@@ -34,17 +35,6 @@ class PartialFedAvg(Algorithm):
         layers, private = self.task.layers, self.private_layers()
         sent = tensors if self.sends_statistics else layers.parameters(tensors)
         return {name: value for name, value in sent.items() if layers.index[name] not in private}
-
-    def init_server(self, num_clients: int, seed: int) -> ServerState:
-        return {"model": self.share(self.task.initial())}
-
-    def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        sent = all_sent(len(cohort.ids), self.task.layers)
-        sent[:, self.private_layers()] = False
-        return Payload(repeat(server["model"], len(sent)), sent)
-
-    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
-        return {"model": weighted_mean(uploads.tensors, cohort.num_examples)}
 
     def init_client(self) -> ClientState:
         initial = self.task.initial()
@@ -71,6 +61,28 @@ class PartialFedAvg(Algorithm):
         return self.start(client, download)
 
 
+class PartialFedAvg(PartialSharing):
+    """FedAvg on the layers that are not private."""
+
+    averaging: Averaging = "mean"
+    """How the server averages the clients' models. mean: weighted by the number of examples; robust, all clients
+    counting the same: trimmed (of each number the middle half), median, krum (the most central model)."""
+
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        return {"model": self.share(self.task.initial())}
+
+    def download(self, server: ServerState, cohort: Cohort) -> Payload:
+        sent = all_sent(len(cohort.ids), self.task.layers)
+        sent[:, self.private_layers()] = False
+        return Payload(repeat(server["model"], len(sent)), sent)
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        return {"model": self.average(uploads.tensors, cohort.num_examples)}
+
+    def average(self, stacked: Params, weights: Tensor) -> Params:
+        return weighted_mean(stacked, weights) if self.averaging == "mean" else robust_mean(stacked, self.averaging)
+
+
 class PrivateByName(PartialFedAvg):
     """Abstract: FedAvg whose private layers are an option."""
 
@@ -88,7 +100,7 @@ class PrivateByName(PartialFedAvg):
         return found
 
 
-class KeptModels(PartialFedAvg):
+class KeptModels(PartialSharing):
     """Abstract: the server keeps everyone's last trained parameters, stacked."""
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import PartialFedAvg
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Params, Payload, ServerState
-from pfedla.core.layers import finite_or, weighted_mean
+from pfedla.core.layers import finite_or
 from pfedla.core.optimizers import check_plain
 from pfedla.core.search import Range, Space
 from pfedla.core.settings import AUTO, Auto, Factor, Rate
@@ -36,7 +36,7 @@ class PerFedAvg(PartialFedAvg):
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         weights = cohort.num_examples if self.weighted else torch.ones_like(cohort.num_examples)
-        return {"model": weighted_mean(uploads.tensors, weights)}
+        return {"model": self.average(uploads.tensors, weights)}
 
     def _adapt(self, w: Params, statistics: Params, batch: tuple[Tensor, Tensor]) -> Params:
         """Return w - α ∇f(w; batch); the statistics stay as they are."""

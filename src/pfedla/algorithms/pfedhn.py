@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from pfedla.algorithms.partial import PartialFedAvg, draw_linears
+from pfedla.algorithms.partial import PartialSharing, draw_linears
 from pfedla.core.contracts import Cohort, Params, Payload, ServerState, all_sent, generator
 from pfedla.core.errors import check_affordable
 from pfedla.core.layers import take
@@ -19,7 +19,7 @@ EMBEDDING = "embedding"
 TRUNK_DEPTH = 4  # as in the paper's code
 
 
-class PFedHN(PartialFedAvg):
+class PFedHN(PartialSharing):
     name = "pfedhn"
     summary = "one hypernetwork writes every client's weights"
     search: ClassVar[Space] = {"hypernetwork_lr": Range(0.001, 0.1)}

@@ -5,19 +5,33 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
 from pfedla.algorithms.partial import MixedModels, check_layers, draw_linears
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError, check_affordable
-from pfedla.core.layers import choose, finite_rows, inner_products, mix, mix_few, num_clients, put_, stack, take
+from pfedla.core.layers import (
+    choose,
+    finite_rows,
+    inner_products,
+    mix,
+    mix_few,
+    num_clients,
+    put_,
+    replace_rows,
+    row_norms,
+    stack,
+    take,
+)
 from pfedla.core.search import Range, Space
 from pfedla.core.settings import Natural, Positive, Rate
 
 WIDTH = 100  # of the embedding and of the trunk's layers
 TRUNK_DEPTH = 3
 DAMPED_TRUNK = 0.1  # learning rate of trunk and embedding in a damped step, against the heads'
+FAR = 10.0  # a model so many times as long as is usual is left out; of honest clients none was longer than 1.5 times
 CHUNK = 64  # clients whose weights are computed at once: their hypernetworks are copied for it
 # g[i, layer, j] = <delta_i, model_j> is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> by alpha.
 layer_gradient = inner_products
@@ -59,10 +73,10 @@ class LayerWeightHypernetwork:
         body |= draw_linears({f"trunk{depth}": (WIDTH, WIDTH) for depth in range(TRUNK_DEPTH)}, generator)
         return stack([body] * num_clients) | heads
 
-    def alpha(self, tensors: Params) -> Tensor:
-        """Return the weights [clients, layers, senders]."""
+    def alpha(self, tensors: Params, senders: Tensor | None = None) -> Tensor:
+        """Return the weights [clients, layers, senders]; of some senders only, if a mask of them is given."""
         logits = tensors["logits"] if self.compact else apply_heads(tensors, apply_trunk(tensors))
-        return logits.softmax(-1)
+        return (logits if senders is None else logits.masked_fill(~senders, -torch.inf)).softmax(-1)
 
     def step(self, tensors: Params, gradient: Tensor, lr: float, *, damped: bool = False) -> Params:
         """Move along `gradient` = dObjective/dalpha times the Jacobian (Eq. 10-11)."""
@@ -162,11 +176,24 @@ class LearnedMix(MixedModels):
         return {**super().init_server(num_clients, seed), "hypernetworks": hypernetworks, "progress": progress}
 
     def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
-        network = self._network(num_clients(server))
-        return torch.cat([network.alpha(take(server["hypernetworks"], some)) for some in torch.split(ids, CHUNK)])
+        return self._weigh(server, ids, self._find_sound(server))
+
+    def _weigh(self, server: ServerState, ids: Tensor, sound: Tensor) -> Tensor:
+        network, parts = self._network(num_clients(server)), torch.split(ids, CHUNK)
+        # A sender that is left out has no weight, the others share it. Were there none, a client has its own model.
+        masks = [sound if sound.any() else F.one_hot(some, len(sound)).bool().unsqueeze(1) for some in parts]
+        pairs = zip(parts, masks, strict=True)
+        return torch.cat([network.alpha(take(server["hypernetworks"], some), mask) for some, mask in pairs])
+
+    def _find_sound(self, server: ServerState) -> Tensor:
+        """Return which models are finite and at most FAR times as long as the median, or as the initial model."""
+        norms, (start,) = row_norms(server["models"]), row_norms(stack([self.share(self.task.initial())]))
+        usual = torch.maximum(norms.nanmedian(), start)  # a short model of an attacker makes no other one long
+        return norms.isfinite() & ((norms <= FAR * usual) | (usual == 0))
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        alpha, what = self.weigh(server, cohort.ids), (server["models"], self.task.layers)
+        sound = self._find_sound(server)
+        alpha, what = self._weigh(server, cohort.ids, sound), (replace_rows(server["models"], sound), self.task.layers)
         count = alpha.shape[-1] if self.neighbours == "all" else self.neighbours
         mixed = mix(alpha, *what) if count == alpha.shape[-1] else mix_few(*nearest(alpha, cohort, count), *what)
         return Payload(mixed, sent_layers(alpha, cohort, self.num_retained))
@@ -183,7 +210,8 @@ class LearnedMix(MixedModels):
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         # At the snapshot that was mixed: the new θ_i would inflate the self-weight by |Δθ_i|².
-        gradient, ids = self.gradient(server, downloads, uploads), cohort.ids
+        mixed = {**server, "models": replace_rows(server["models"], self._find_sound(server))}
+        gradient, ids = self.gradient(mixed, downloads, uploads), cohort.ids
         if gradient is not None:
             # A retained layer's mix was not used, so its weights do not move in this round.
             used = downloads.sent.unsqueeze(-1)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pfedla.algorithms.partial import add_prefix, strip_prefix
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
+from pfedla.core.averaging import Averaging, robust_mean
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
-from pfedla.core.layers import Layers, Params, num_clients, rows_of, stack, take
+from pfedla.core.layers import Layers, Params, num_clients, repeat, rows_of, stack, take
 from pfedla.core.search import Choice, Space
 from pfedla.core.settings import Natural, Positive
 
@@ -38,6 +39,8 @@ class PFedLAHeldOut(LearnedMix):
     """Share of each client's training data that is held out until the weights are frozen."""
     warm_up: Natural = 5
     """Rounds per client, on average, before the weights are learned."""
+    averaging: Averaging = "mean"
+    """What everybody receives during the warm-up: the mean of all models (mean), or a robust one, as in fedavg."""
     learning_rounds: Positive | Literal["all"] = 10
     """Rounds per client, on average, in which they are learned. Then they are frozen."""
     sketch: Sketch = 256
@@ -62,7 +65,10 @@ class PFedLAHeldOut(LearnedMix):
         extras = {} if frozen else {HOLD_OUT: torch.ones(len(cohort.ids), dtype=torch.bool)}
         if not frozen and rounds >= self.warm_up:
             extras[HASH] = draw_hash(cohort.seed, cohort.round, len(self.task.layers)).expand(len(cohort.ids), -1, -1)
-        return super().download(server, cohort)._replace(extras=extras)
+        payload = super().download(server, cohort)._replace(extras=extras)
+        if rounds >= self.warm_up or self.averaging == "mean":
+            return payload
+        return payload._replace(tensors=repeat(robust_mean(server["models"], self.averaging), len(cohort.ids)))
 
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0

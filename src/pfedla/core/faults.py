@@ -13,7 +13,7 @@ from pfedla.core.settings import AUTO, Attack, Faults
 NO_FAULTS = Faults()
 
 
-def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
+def check_faults(faults: Faults, num_clients: int, local_epochs: int, task: str) -> None:
     if faults.stragglers and local_epochs < 2:
         raise PfedlaError("faults.stragglers: with one local epoch nobody can do fewer; set local_epochs to 2 or more")
     if (faults.attack == "none") != (faults.attackers == 0):
@@ -22,6 +22,8 @@ def check_faults(faults: Faults, num_clients: int, local_epochs: int) -> None:
         raise PfedlaError(f"{given}: give what is sent ({kinds}) and the share of the clients that send it, or neither")
     if faults.attackers and not len(choose_attackers(faults, num_clients, 0)):
         raise PfedlaError(f"faults.attackers = {faults.attackers} of {num_clients} clients is nobody")
+    if faults.attack == "label-flip" and task != "classification":
+        raise PfedlaError(f"faults.attack = 'label-flip' is for classification, and the task is {task}; choose another")
 
 
 def happens(chance: float, cohort: Cohort, purpose: str, client: int) -> bool:
@@ -46,18 +48,23 @@ def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
 
 
 def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
-    attacks = happens(faults.attack_rate, cohort, "attack", client)
+    attacks = cohort.round >= faults.attack_from and happens(faults.attack_rate, cohort, "attack", client)
     return attacks and client in choose_attackers(faults, num_clients, cohort.seed)
 
 
 def falsify(faults: Faults, cohort: Cohort, client: int, upload: Payload, start: Params) -> Payload:
-    """Return what an attacker sends instead of `upload`; its training began at `start`, or at zero."""
+    """Return what an attacker sends instead of `upload`; `start` is where its training began, of a name not there zero.
+
+    Labels are flipped before training, in `Client.local_data`. For "initial", `start` is the initial model.
+    """
     attack, draws = faults.attack, generator(cohort.seed, "noise", cohort.round, client)
     scale = faults.attack_scale if faults.attack_scale != AUTO else 10.0 if attack == "scale" else 1.0
 
     def change(value: Tensor, begin: Tensor) -> Tensor:
-        if not value.is_floating_point():
+        if not value.is_floating_point() or attack == "label-flip":
             return value
+        if attack in ("initial", "free-rider"):
+            return begin
         if attack == "nan":
             return torch.full_like(value, torch.nan)
         update = value - begin

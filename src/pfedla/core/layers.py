@@ -163,6 +163,22 @@ def finite_rows(stacked: Params) -> Tensor:
     return torch.stack([rows_of(value).isfinite().all(1) for value in stacked.values()]).all(0)
 
 
+def row_norms(stacked: Params) -> Tensor:
+    """Return each row's norm over all tensors, in float32: infinite if its square overflows."""
+    norms = [torch.linalg.vector_norm(rows_of(value).float(), dim=1) for value in stacked.values()]
+    return torch.stack(norms).square().sum(0).sqrt()
+
+
+def replace_rows(stacked: Params, sound: Tensor) -> Params:
+    """Return the rows with the mean of the sound ones in the places of the others, unless none is sound."""
+    if sound.all() or not sound.any():
+        return stacked
+    replaced = {name: value.clone() for name, value in stacked.items()}
+    for value in replaced.values():
+        value[~sound] = value[sound].mean(0)
+    return replaced
+
+
 def finite_or(tree: Params, other: Params) -> Params:
     """Return `tree` if all its numbers are finite, else `other`; runs under torch.func.vmap."""
     finite = torch.stack([value.isfinite().all() for value in tree.values()]).all()

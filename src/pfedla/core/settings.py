@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Recalibrate = Literal["unsampled", "never", "always"]
-Attack = Literal["none", "nan", "noise", "sign-flip", "scale"]
+Attack = Literal["none", "nan", "noise", "sign-flip", "scale", "label-flip", "initial", "free-rider"]
 
 Rate = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=0, le=1e38, allow_inf_nan=False)]  # a rate that may be zero
@@ -108,10 +108,13 @@ class Faults(Section):
     stragglers: Chance = 0.0
     """Chance that a client does only some of its local epochs, each round."""
     attack: Attack = "none"
-    """What the attackers send in place of their update."""
+    """What the attackers send in place of their update. label-flip: what they learn from the labels C-1-y in place of y
+    of C classes; initial: the initial model, in every round; free-rider: the model that they were sent."""
     attackers: Chance = 0.0
     """Share of the clients that attack, the same ones in every round."""
     attack_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Chance that an attacker attacks, each round."""
+    attack_from: Positive = 1
+    """First round of the attack; the attackers are honest before."""
     attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO
     """sign-flip, scale: factor of the update; noise: size relative to it. auto: 1, for scale 10."""

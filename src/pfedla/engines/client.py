@@ -61,16 +61,20 @@ class Client:
         budget = self.algorithm.training.local_epochs
         return limit_epochs(self.faults, cohort, self.number, budget) if self.faults.stragglers else budget
 
+    def attacks(self, cohort: Cohort) -> bool:
+        return self.faults.attackers > 0 and is_attacking(self.faults, cohort, self.number, len(self.outline))
+
     def conclude(self, result: LocalResult, test: Test, download: Payload, cohort: Cohort) -> Outcome:
         """Return the private state after training and the answer, which an attacker falsifies."""
         kinds = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in (self.state, result.client)]
         if kinds[0] != kinds[1]:
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
         finite, upload = is_finite(result.model) and is_finite(result.client), result.upload.to("cpu")
-        if self.faults.attackers and is_attacking(self.faults, cohort, self.number, len(self.outline)):
-            index = self.algorithm.task.layers.index
-            received = {name: value for name, value in download.tensors.items() if download.sent[index[name]]}
-            start = {name: value.cpu() for name, value in {**self.state, **received}.items()}
+        if self.attacks(cohort):
+            task = self.algorithm.task
+            received = {name: v for name, v in download.tensors.items() if download.sent[task.layers.index[name]]}
+            start = task.initial() if self.faults.attack == "initial" else {**self.state, **received}
+            start = {name: value.cpu() for name, value in start.items()}
             upload = falsify(self.faults, cohort, self.number, upload, start)
         return result.client, Answer(upload, result.loss.cpu(), score=test[0], loss=test[1], finite=finite)
 
@@ -103,6 +107,8 @@ class Client:
         orders = [torch.randperm(len(examples.y), generator=draws) for _ in range(self.algorithm.training.local_epochs)]
         order = torch.stack(orders)[:epochs].to(self.device)
         (x, y), (held_out_x, held_out_y) = map(self.prepare, (examples, held_out))
+        if self.faults.attack == "label-flip" and self.attacks(cohort):
+            y, held_out_y = (len(self.outline.outputs) - 1 - labels for labels in (y, held_out_y))
         data = LocalData(x, y, order=order, held_out_x=held_out_x, held_out_y=held_out_y)
         return data._replace(has_trained=torch.tensor(self.has_trained, device=self.device))
 

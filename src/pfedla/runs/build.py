@@ -103,7 +103,7 @@ def build_around(
     method = algorithms.create(section.name, task, training, section.options)
     check_affordable(f"the models of {num_clients} clients", num_clients * sum(task.layers.num_parameters))
     method.check(num_clients)
-    check_faults(experiment.faults, num_clients, training.local_epochs)
+    check_faults(experiment.faults, num_clients, training.local_epochs, objective.name)
     options = algorithms.resolve_options(section.name, section.options)
     resolved |= {"model": model, "training": training}
     resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
