@@ -16,7 +16,7 @@ from pfedla.core.contracts import ClientMetrics, Cohort, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
 from pfedla.core.objectives import Objective
-from pfedla.core.rounds import Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
+from pfedla.core.rounds import DIVERGED, Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
 from pfedla.core.settings import AUTO
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
@@ -104,13 +104,15 @@ class Run:
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
+        if changed := self.state.note_bound(experiment):
+            self.say(changed)
         self._check({}, None, {})
         for note in (*self.built.notes, self.algorithm.notice(experiment.rounds * experiment.participation)):
             if note:
                 self.say(note)
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
         how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
-        how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
+        how |= {"uploads": experiment.uploads, "lengths": self.state.lengths}
         self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, **how)
 
     def __iter__(self) -> Iterator[Round]:
@@ -138,9 +140,10 @@ class Run:
     def _advance(self, round: Round) -> None:
         state = self.state
         state.round, state.server, state.traffic = round.round, round.server, round.traffic
+        state.lengths = round.lengths
         self._evaluation = round.evaluation
         for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
-            state.after_training[client] = None if math.isnan(score) else score
+            state.after_training[client] = score if math.isfinite(score) else None
         state.failed_rounds = 0 if len(round.cohort.ids) else state.failed_rounds + 1
         for client, failure in [*round.failures.items(), *round.evaluation_failures.items()]:
             reasons = state.failures.setdefault(client, {})
@@ -199,8 +202,8 @@ class Run:
             raise GaveUpError(what)
         client, failure = next(iter(failures.items()))
         detail = f" ({failure.detail})" if failure.detail else ""
-        if failure.reason == "not finite":
-            detail += "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
+        if failure.reason in DIVERGED:
+            detail += "; training diverges: a smaller lr may help"
         raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}") from failure.error
 
     def finish(self) -> dict[str, Any]:
@@ -243,7 +246,7 @@ class Run:
             traffic=state.traffic,
             alphas=torch.stack(state.alphas) if state.alphas else None,
             models=models,
-            **state.model_dump(include={"failures", "seconds", "alpha_rounds"}),
+            **state.model_dump(include={"failures", "seconds", "alpha_rounds", "norm_bounds"}),
         )
 
 
