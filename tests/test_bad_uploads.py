@@ -1,24 +1,42 @@
 """Whatever a client sends or does, the run continues, and the others are as if it had not answered."""
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TinyNet, assert_same, engine_for, flat, make, methods, play, toy_federation
-from torch import Tensor
+from conftest import FEATURES, TinyNet, assert_same, engine_for, flat, make, methods, play, toy_federation
+from torch import Tensor, nn
 
-from pfedla import simulate
+from pfedla import federation_of, simulate
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
-from pfedla.core.rounds import DIVERGED, LARGEST, NO_ANSWER, REMEMBERED, Move, find_too_large, find_too_long
+from pfedla.core.objectives import OBJECTIVES
+from pfedla.core.rounds import (
+    DIVERGED,
+    LARGEST,
+    NO_ANSWER,
+    REMEMBERED,
+    Move,
+    find_too_large,
+    find_too_long,
+    finite_mean,
+    summarise,
+)
 from pfedla.core.settings import UploadSettings
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
+from pfedla.runs.build import build_around
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.run import Run
 
 BAD = 2  # the client that sends it
 BOUND = UploadSettings(norm_bound=1000.0)  # no honest update of the toy federation is so much longer than the median
@@ -289,3 +307,47 @@ def intercept_rounds(monkeypatch: pytest.MonkeyPatch, send: Callable[[Answer, fl
         return [send(one, value) if value and row == BAD else one for row, one in enumerate(answers)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(SimulatedEngine, "train", changed)
+
+
+def test_a_client_that_claims_many_examples_counts_for_no_more_than_the_cap() -> None:
+    federation = toy_federation()
+    federation.num_examples[BAD] = 2**39
+    ends = {}
+    for most in ("off", 20, 1):
+        played, _ = play(make("fedavg"), federation, rounds=range(1, 2), uploads=UploadSettings(max_examples=most))
+        ends[most] = flat(played[-1].server)
+        assert played[0].cohort.num_examples.tolist() == [
+            size if most == "off" else min(size, most) for size in federation.num_examples.tolist()
+        ]
+    federation.num_examples[BAD] = 20
+    honest, _ = play(make("fedavg"), federation, rounds=range(1, 2))
+    assert_same(flat(honest[-1].server), ends[20])
+    federation.num_examples[:] = 7
+    equal, _ = play(make("fedavg"), federation, rounds=range(1, 2))
+    assert_same(flat(equal[-1].server), ends[1], 1e-6)
+
+
+def test_numbers_that_are_not_finite_blank_nothing_but_themselves() -> None:
+    assert finite_mean(torch.tensor([1.0, torch.inf, torch.nan, 3.0])) == 2.0
+    assert finite_mean(torch.tensor([torch.inf])) is None
+    assert finite_mean(torch.empty(0)) is None
+    summary = summarise(torch.tensor([1.0, -torch.inf, torch.nan, 3.0], dtype=torch.float64))
+    assert (summary["mean"], summary["worst"], summary["per_client"]) == (2.0, 1.0, [1.0, None, None, 3.0])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_run_whose_client_reports_no_numbers_is_recorded(
+    number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its score of a regression may be anything: the checkpoint, the lines and the result hold the others'."""
+    silly = {"training_loss": torch.tensor(number), "score": number, "loss": number}
+    intercept(monkeypatch, lambda answer: answer._replace(**silly))
+    x = torch.randn(90, FEATURES, generator=torch.Generator().manual_seed(0))
+    federation = federation_of(x.numpy(), x.sum(1).numpy(), np.arange(90) // 30, task="regression")
+    experiment = Experiment.parse({"rounds": 2, "algorithm": {"name": "fedavg"}, "model": "tests:none"})
+    built = build_around(experiment, federation, nn.Linear(FEATURES, 1), OBJECTIVES["regression"])
+    result = Run(built, RunFolder(tmp_path / "r")).complete()
+    lines = [json.loads(line) for line in (tmp_path / "r" / "rounds.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line[key]) for line in lines for key in ("training_loss", "score_after_training"))
+    assert result["score_after_training"]["per_client"][BAD] is None
+    assert result["failures"] == {}
