@@ -18,6 +18,7 @@ from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
+from pfedla.core.lora import lora
 from pfedla.core.objectives import OBJECTIVES
 from pfedla.core.rounds import (
     DIVERGED,
@@ -25,13 +26,15 @@ from pfedla.core.rounds import (
     NO_ANSWER,
     REMEMBERED,
     Move,
+    Round,
     find_too_large,
     find_too_long,
     finite_mean,
     summarise,
 )
 from pfedla.core.settings import UploadSettings
-from pfedla.data.federation import Federation
+from pfedla.data.federation import Federation, build_federation
+from pfedla.data.partition import Data
 from pfedla.engines.simulated import SimulatedEngine
 from pfedla.runs.build import build_around
 from pfedla.runs.experiment import Experiment
@@ -351,3 +354,28 @@ def test_a_run_whose_client_reports_no_numbers_is_recorded(
     assert all(math.isfinite(line[key]) for line in lines for key in ("training_loss", "score_after_training"))
     assert result["score_after_training"]["per_client"][BAD] is None
     assert result["failures"] == {}
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "classes": {"partition": "classes", "classes_per_client": 2},
+    "dominant": {"partition": "dominant"},
+    "dirichlet": {"partition": "dirichlet", "beta": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", methods())
+def test_the_default_bound_refuses_no_honest_client(name: str, seed: int) -> None:
+    for split in SPLITS.values():
+        data = Data(dataset="digits", clients=10, samples_per_client=90, **split)
+        _, federation = build_federation(data, seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            hidden = nn.Linear(64, 32), nn.BatchNorm1d(32) if name == "fedbn" else nn.Identity(), nn.ReLU()
+            module = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+            module = lora(module, 4, 8.0, ["1"]) if name == "fedsa-lora" else module
+        rounds: list[Round] = []
+        simulate(federation, module, name, rounds=30, local_epochs=2, lr=0.05, seed=seed, on_round=rounds.append)
+        assert not any(one.failures for one in rounds)
+        assert rounds[-1].lengths or name == "local"
