@@ -1,27 +1,49 @@
 """Whatever a client sends or does, the run continues, and the others are as if it had not answered."""
 
 import copy
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TinyNet, add_noise, assert_same, engine_for, flat, make, play, toy_federation
+from conftest import FEATURES, TinyNet, add_noise, assert_same, engine_for, flat, make, methods, play, toy_federation
 from torch import Tensor, nn
 
-from pfedla import simulate
+from pfedla import federation_of, simulate
 from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload, ServerState
 from pfedla.core.errors import GaveUpError
 from pfedla.core.layers import take
-from pfedla.core.rounds import NO_ANSWER, find_too_long, update_norm
-from pfedla.data.federation import Federation
+from pfedla.core.lora import lora
+from pfedla.core.objectives import OBJECTIVES
+from pfedla.core.rounds import (
+    DIVERGED,
+    LARGEST,
+    NO_ANSWER,
+    REMEMBERED,
+    Move,
+    Round,
+    find_too_large,
+    find_too_long,
+    finite_mean,
+    summarise,
+)
+from pfedla.core.settings import UploadSettings
+from pfedla.data.federation import Federation, build_federation
+from pfedla.data.partition import Data
 from pfedla.engines.simulated import SimulatedEngine
+from pfedla.runs.build import build_around
+from pfedla.runs.experiment import Experiment
+from pfedla.runs.folder import RunFolder
+from pfedla.runs.run import Run
 
 BAD = 2  # the client that sends it
-BOUND = 1000.0  # no honest update of the toy federation is so many times longer than the median
+BOUND = UploadSettings(norm_bound=1000.0)  # no honest update of the toy federation is so much longer than the median
 Send = Callable[[Answer], Answer | Failure]
 
 
@@ -64,7 +86,14 @@ KINDS: dict[str, tuple[Send, set[str]]] = {
     "a mask too long": (lambda a: with_upload(a, sent=a.upload.sent.repeat(2)), {"wrong shape"}),
     "an unknown extra": (lambda a: with_upload(a, extras={"note": torch.zeros(1)}), {"wrong names"}),
     "one nan in an extra": (with_nan_in_an_extra, {"not finite", "wrong names", "wrong dtype"}),
-    "an update too long": (on_first(lambda value: value + 1e6), {"norm too large"}),
+    "a nested tensor": (on_first(lambda value: torch.nested.nested_tensor([value])), {"not an upload"}),
+    "an update too long": (on_first(lambda value: value + 6e4), {"norm too large"}),
+    "a value too large": (on_first(lambda value: put(value, 1e30)), {"values too large"}),
+    "a tuple": (lambda a: tuple(a), {"not an upload"}),  # type: ignore[arg-type,return-value]
+    "a text": (lambda a: "upload", {"not an upload"}),  # type: ignore[arg-type,return-value]
+    "a score of its own kind": (lambda a: a._replace(score=type("Own", (float,), {})(0.5)), {"not an upload"}),
+    "a score that is no share": (lambda a: a._replace(score=1.5), {"not an upload"}),
+    "a loss that is none": (lambda a: a._replace(training_loss=torch.tensor(0.5, device="meta")), {"not an upload"}),
     "garbage": (lambda a: a._replace(upload=b"\x80\x04garbage"), {"not an upload"}),  # type: ignore[arg-type]
     "garbage for tensors": (on_tensors(lambda tensors: [1, 2, 3]), {"not an upload"}),
     "a model that is not finite": (lambda a: a._replace(finite=False), {"not finite"}),
@@ -93,14 +122,14 @@ def test_a_bad_upload_is_refused_and_leaves_no_trace(name: str, monkeypatch: pyt
         with monkeypatch.context() as patch:
             intercept(patch, lambda answer, kinds=kinds: next(kinds, (lambda a: NO_ANSWER,))[0](answer))
             algorithm = make(name, batch_norm=None, batch_size=10)
-            ends.append(play(algorithm, toy_federation(), rounds=rounds, threads=1, norm_bound=BOUND))
+            ends.append(play(algorithm, toy_federation(), rounds=rounds, threads=1, uploads=BOUND))
     (expected, expected_clients), (played, clients) = ends
     paid = 0  # for uploads that are well-formed and of no use
     for (kind, (_, reasons)), one, other in zip(KINDS.items(), played, expected, strict=True):
         assert list(one.failures) == [BAD], kind
         assert one.failures[BAD].reason in reasons, kind
         more = one.traffic.up_bytes - other.traffic.up_bytes - paid
-        assert (more > 0) == (one.failures[BAD].reason in ("not finite", "norm too large")), kind
+        assert (more > 0) == (one.failures[BAD].reason in DIVERGED), kind
         paid += more
         assert_same(flat(one.server), flat(other.server))
         assert torch.equal(one.evaluation.loss, other.evaluation.loss), kind
@@ -174,14 +203,14 @@ def test_a_run_without_a_usable_upload_stops_and_keeps_the_cause() -> None:
     assert isinstance(caught.value.__cause__, IndexError)
 
 
-def test_the_norm_is_that_of_the_update_where_the_server_knows_it() -> None:
+def test_a_length_is_that_of_the_update_where_the_server_knows_its_start() -> None:
     tensors = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0]), "steps": torch.tensor(99)}
-    assert update_norm(Payload(tensors, torch.ones(1)), {"a": torch.tensor([3.0, 1.0])}) == 4.0
+    assert Move.measure(Payload(tensors, torch.ones(1)), {"a": torch.tensor([3.0, 1.0])}) == (4.0, 10**0.5)
     huge = Payload({"a": torch.tensor([3e38])}, torch.ones(1))
-    assert update_norm(huge, {"a": torch.tensor([-3e38])}) == pytest.approx(6e38)
+    assert Move.measure(huge, {"a": torch.tensor([-3e38])}).length == pytest.approx(6e38)
 
 
-def test_the_norm_is_measured_from_where_a_client_really_began() -> None:
+def test_a_length_is_measured_from_where_a_client_really_began() -> None:
     """Also where that was not sent, as HeurpFedLA's retained layer."""
     moving, still = (make("heurpfedla", lr=lr) for lr in (0.3, 1e-12))
     before, clients = play(moving, toy_federation())
@@ -191,13 +220,7 @@ def test_the_norm_is_measured_from_where_a_client_really_began() -> None:
         engine.load(clients)
         answers = engine.train(cohort, downloads)
     starts = still.starts(server, cohort, downloads)
-    assert all(update_norm(answer.upload, take(starts, row)) < 1e-6 for row, answer in enumerate(answers))
-
-
-def test_too_long_is_measured_once_against_the_median_of_all() -> None:
-    """With the longest left out, 11 would be too long as well: honest clients would follow the attackers."""
-    assert find_too_long(dict(enumerate([2.0, 3.0, 4.0, 11.0, 1000.0])), 3.0) == {4: 250.0}
-    assert find_too_long({0: 0.0, 1: 0.0, 2: 5.0}, 3.0) == {}  # a median of zero measures nothing
+    assert all(Move.measure(answer.upload, take(starts, row)).length < 1e-6 for row, answer in enumerate(answers))
 
 
 # pFedLA: senders whose kept model is far off
@@ -282,16 +305,175 @@ def test_weights_go_on_being_learned_beside_a_sender_that_is_off(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["pfedla", "heurpfedla", "pfedla-heldout", "pfedla-compact"])
-def test_one_upload_of_1e30_does_not_spread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second round of eight; then the client sends as usual and has its weight with the others again."""
+def test_one_large_upload_does_not_spread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round of eight, without a bound; then it sends as usual and has its weight with others again."""
     clean, _ = play(make(name), toy_federation(), rounds=range(1, 9))
     calls = iter(range(1, 9))
-    sends = on_first(lambda value: torch.full_like(value, 1e30))
+    sends = on_first(lambda value: torch.full_like(value, LARGEST))
     intercept(monkeypatch, lambda answer: sends(answer) if next(calls) == 2 else answer)
     algorithm = make(name)
-    hit, _ = play(algorithm, toy_federation(), rounds=range(1, 9))
+    hit, _ = play(algorithm, toy_federation(), rounds=range(1, 9), uploads=UploadSettings(norm_bound="off"))
     assert not any(one.failures for one in hit)
     assert hit[-1].evaluation.loss.mean() < 1.2 * clean[-1].evaluation.loss.mean()
     after = {round: algorithm.alpha(hit[round - 1].server)[:, :, BAD] for round in (2, 3)}
     assert (after[2] == 0).all()
     assert (after[3][torch.arange(6) != BAD] > 0).all()
+
+
+def too_long(lengths: list[float], past: dict[int, list[float]], bound: float = 3.0, start: float = 0.0) -> list[int]:
+    return list(find_too_long({client: Move(one, start) for client, one in enumerate(lengths)}, past, bound))
+
+
+def test_too_long_is_measured_once_by_the_last_updates_of_all_or_ones_own() -> None:
+    # A first round, by its median; with the longest left out, 11 would be too long as well.
+    assert too_long([2.0, 3.0, 4.0, 11.0, 1000.0], {}) == [4]
+    assert too_long([0.0, 0.0, 0.0, 5.0, 6.0, 99.0], {}) == [5]  # who sends nothing new does not switch it off
+    assert too_long([0.0, 0.0], {}) == []
+    # Two clients, or a cohort of one, are enough once there have been rounds.
+    assert too_long([1.0, 7.0], {0: [1.0, 1.0], 1: [2.0, 2.0, 2.0]}) == [1]
+    assert too_long([7.0], {0: [1.0], 1: [2.0]}) == [0]
+    # Who has always moved far is measured by itself, as if it were no more than 3 times as far as others.
+    past = {0: [1.0], 1: [1.0], 2: [1.0], 3: [2.5], 4: [100.0]}
+    assert too_long([1.0, 1.0, 3.1, 7.4, 8.9], past) == [2]
+    assert too_long([1.0, 1.0, 2.9, 7.6, 9.1], past) == [3, 4]
+    # A client that is new may move as far as the model is long: it may have much more data than others.
+    assert too_long([1.0, 1.0, 20.0], {0: [1.0], 1: [1.0]}, start=20.0) == []
+    assert too_long([4.0, 1.0, 21.0], {0: [1.0], 1: [1.0]}, start=20.0) == [0, 2]
+
+
+def test_lengths_of_accepted_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last few of each client, of those that moved and were accepted."""
+    rounds: list[list[float]] = []
+
+    def send(answer: Answer) -> Answer:
+        rounds.append([])
+        return on_first(lambda value: value + (6e4 if len(rounds) == 3 else 0))(answer)
+
+    intercept(monkeypatch, send)
+    played, _ = play(make("fedavg"), toy_federation(), rounds=range(1, 9))
+    assert [list(one.failures) for one in played] == [[], [], [BAD], [], [], [], [], []]
+    assert [len(one.lengths[BAD]) for one in played] == [1, 2, 2, 3, 4, 5, 5, 5]
+    assert played[-1].lengths[BAD][-2] == played[-2].lengths[BAD][-1] < 100
+    assert REMEMBERED == 5
+    still, _ = play(make("fedavg", lr=1e-30), toy_federation(), rounds=range(1, 3))
+    assert still[-1].lengths == {}
+
+
+def test_values_that_no_training_brings_about() -> None:
+    """Beyond float16 in a parameter; a variance of statistics may be its square, and a counter counts for long."""
+    layers = make("fedavg", batch_norm=True).task.layers
+
+    def refused(name: str, value: float, dtype: torch.dtype = torch.float32) -> bool:
+        return find_too_large({name: torch.tensor([0.0, value]).to(dtype)}, layers) is not None
+
+    assert [refused("fc1.weight", value) for value in (LARGEST, -LARGEST, 6.6e4, -1e30)] == [False, False, True, True]
+    assert [refused("bn.running_var", value) for value in (1e9, 5e9)] == [False, True]
+    counts = [refused("bn.num_batches_tracked", value, torch.int64) for value in (2e6, 1e15)]
+    assert counts == [False, True]
+    assert find_too_large({"fc1.weight": torch.empty(0), "bn.running_var": torch.tensor([True])}, layers) is None
+
+
+HUGE = {10: 1e30, 11: 1e6, 12: 6e4}  # what every number of one upload is, by round
+
+
+@pytest.mark.parametrize("name", methods("fedavg", "fedrep", "pfedla", "pfedla-heldout"))
+def test_huge_uploads_do_no_harm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ten honest rounds, a client's numbers are huge: it ends as if that client had not answered."""
+    ends = []
+    for send in (fill, lambda answer, value: NO_ANSWER):
+        with monkeypatch.context() as patch:
+            intercept_rounds(patch, send)
+            options = {"warm_up": 2} if name == "pfedla-heldout" else {}
+            algorithm = make(name, batch_norm=None, batch_size=10, **options)
+            ends.append(play(algorithm, toy_federation(), rounds=range(1, 14)))
+    (played, clients), (expected, expected_clients) = ends
+    refused = [] if name == "local" else [BAD]  # which sends nothing
+    assert [list(one.failures) for one in played[9:]] == [refused, refused, refused, []]
+    assert not any(one.failures for one in played[:9])
+    if refused:
+        assert_same(flat(played[-1].server), flat(expected[-1].server))
+        assert_same(clients, expected_clients)
+
+
+def fill(answer: Answer, value: float) -> Answer:
+    tensors = {n: torch.full_like(v, value) if v.is_floating_point() else v for n, v in answer.upload.tensors.items()}
+    return with_upload(answer, tensors=tensors)
+
+
+def intercept_rounds(monkeypatch: pytest.MonkeyPatch, send: Callable[[Answer, float], Answer | Failure]) -> None:
+    train = SimulatedEngine.train
+
+    def changed(self: Any, cohort: Cohort, downloads: Payload) -> list[Answer | Failure]:
+        answers, value = train(self, cohort, downloads), HUGE.get(cohort.round)
+        return [send(one, value) if value and row == BAD else one for row, one in enumerate(answers)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SimulatedEngine, "train", changed)
+
+
+def test_a_client_that_claims_many_examples_counts_for_no_more_than_the_cap() -> None:
+    federation = toy_federation()
+    federation.num_examples[BAD] = 2**39
+    ends = {}
+    for most in ("off", 20, 1):
+        played, _ = play(make("fedavg"), federation, rounds=range(1, 2), uploads=UploadSettings(max_examples=most))
+        ends[most] = flat(played[-1].server)
+        assert played[0].cohort.num_examples.tolist() == [
+            size if most == "off" else min(size, most) for size in federation.num_examples.tolist()
+        ]
+    federation.num_examples[BAD] = 20
+    honest, _ = play(make("fedavg"), federation, rounds=range(1, 2))
+    assert_same(flat(honest[-1].server), ends[20])
+    federation.num_examples[:] = 7
+    equal, _ = play(make("fedavg"), federation, rounds=range(1, 2))
+    assert_same(flat(equal[-1].server), ends[1], 1e-6)
+
+
+def test_numbers_that_are_not_finite_blank_nothing_but_themselves() -> None:
+    assert finite_mean(torch.tensor([1.0, torch.inf, torch.nan, 3.0])) == 2.0
+    assert finite_mean(torch.tensor([torch.inf])) is None
+    assert finite_mean(torch.empty(0)) is None
+    summary = summarise(torch.tensor([1.0, -torch.inf, torch.nan, 3.0], dtype=torch.float64))
+    assert (summary["mean"], summary["worst"], summary["per_client"]) == (2.0, 1.0, [1.0, None, None, 3.0])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_run_whose_client_reports_no_numbers_is_recorded(
+    number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its score of a regression may be anything: the checkpoint, the lines and the result hold the others'."""
+    silly = {"training_loss": torch.tensor(number), "score": number, "loss": number}
+    intercept(monkeypatch, lambda answer: answer._replace(**silly))
+    x = torch.randn(90, FEATURES, generator=torch.Generator().manual_seed(0))
+    federation = federation_of(x.numpy(), x.sum(1).numpy(), np.arange(90) // 30, task="regression")
+    experiment = Experiment.parse({"rounds": 2, "algorithm": {"name": "fedavg"}, "model": "tests:none"})
+    built = build_around(experiment, federation, nn.Linear(FEATURES, 1), OBJECTIVES["regression"])
+    result = Run(built, RunFolder(tmp_path / "r")).complete()
+    lines = [json.loads(line) for line in (tmp_path / "r" / "rounds.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line[key]) for line in lines for key in ("training_loss", "score_after_training"))
+    assert result["score_after_training"]["per_client"][BAD] is None
+    assert result["failures"] == {}
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "classes": {"partition": "classes", "classes_per_client": 2},
+    "dominant": {"partition": "dominant"},
+    "dirichlet": {"partition": "dirichlet", "beta": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", methods())
+def test_the_default_bound_refuses_no_honest_client(name: str, seed: int) -> None:
+    for split in SPLITS.values():
+        data = Data(dataset="digits", clients=10, samples_per_client=90, **split)
+        _, federation = build_federation(data, seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            hidden = nn.Linear(64, 32), nn.BatchNorm1d(32) if name == "fedbn" else nn.Identity(), nn.ReLU()
+            module = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+            module = lora(module, 4, 8.0, ["1"]) if name == "fedsa-lora" else module
+        rounds: list[Round] = []
+        simulate(federation, module, name, rounds=30, local_epochs=2, lr=0.05, seed=seed, on_round=rounds.append)
+        assert not any(one.failures for one in rounds)
+        assert rounds[-1].lengths or name == "local"

@@ -39,6 +39,7 @@ def go(
     engine: str = "threaded",
     from_round: int | None = None,
     exclude: dict[str, Any] | None = None,
+    norm_bound: Any = 100.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Simulation | None:
     """Run in a folder, from the start or resumed; None if it is stopped: after a round, or in one."""
@@ -53,6 +54,7 @@ def go(
             "algorithm": {"name": method.name},
             "engine": {"name": engine, "threads": 2},
             "faults": TROUBLE,
+            "uploads": {"norm_bound": norm_bound},
         }
     )
     display = Display(rounds, quiet=True)
@@ -117,6 +119,26 @@ def test_a_longer_run_is_the_same_as_if_it_had_been_asked_for_at_once(
     straight = go(tmp_path / "straight", rounds=then, evaluate_every=2)
     assert go(tmp_path / "long", rounds=first, evaluate_every=2) is not None
     assert_ends_equal(go(tmp_path / "long", rounds=then, evaluate_every=2), straight)
+
+
+def test_a_bound_that_refuses_is_resumed_too(tmp_path: Path) -> None:
+    """Who is refused depends on the lengths of earlier updates."""
+    bounded: dict[str, Any] = {"name": "fedrep", "rounds": 12, "norm_bound": 1.0}
+    straight = go(tmp_path / "straight", **bounded)
+    assert sum(reasons.get("norm too large", 0) for reasons in straight.failures.values()) > 3
+    go(tmp_path / "cut", **bounded, stop_after=6)
+    assert_ends_equal(go(tmp_path / "cut", **bounded), straight)
+    assert straight.norm_bounds == {1: 1.0}
+
+
+def test_the_bound_may_change_on_resume_and_the_change_is_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    go(tmp_path / "run", norm_bound="off", stop_after=2)
+    go(tmp_path / "run", norm_bound=50.0, stop_after=4, say=said.append)
+    end = go(tmp_path / "run", norm_bound=50.0)
+    assert end.norm_bounds == {1: "off", 3: 50.0}
+    assert any("uploads.norm_bound" in line for line in said)
+    assert_ends_equal(end, go(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 99, 100, 101, 128, 200, 201, 10_000])
@@ -242,9 +264,11 @@ def test_a_run_folder_of_format_1_is_read_and_resumes(name: str, tmp_path: Path)
     before = json.loads((run / "result.json").read_text())["accuracy"]["per_client"]
     assert evaluate_personal(load_personal(run, "0"), None)["score"] == pytest.approx(before[0])
     assert algorithm in write_page([run], tmp_path / "report.html").read_text()
-    experiment = Experiment.parse({**read_toml(run), "rounds": 6})
+    done = json.loads((run / "result.json").read_text())["rounds"]
+    experiment = Experiment.parse({**read_toml(run), "rounds": 6, "uploads": {}})
     result = Run(build(experiment), RunFolder(run, resume=True)).complete()
     assert (result["format"], result["algorithm"]) == (3, algorithm)
+    assert result["norm_bounds"] == {"1": "off", str(done + 1): 100.0}
     straight = json.loads((FORMAT_1 / f"{name}-straight.json").read_text())
     if name != "heldout":
         assert result["score"] == straight["accuracy"]

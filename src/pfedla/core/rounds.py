@@ -3,10 +3,10 @@
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -15,14 +15,22 @@ from torch import Tensor
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
+from pfedla.core.settings import UploadSettings
 
-NO_ANSWER, NOT_FINITE = Failure("no answer"), Failure("not finite")
+NO_ANSWER, NOT_FINITE, TOO_LARGE, TOO_LONG = map(
+    Failure, ("no answer", "not finite", "values too large", "norm too large")
+)
+DIVERGED = {NOT_FINITE.reason, TOO_LARGE.reason, TOO_LONG.reason}  # what an honest client is refused for
+LARGEST = 65504.0  # float16's: no trained parameter is honestly beyond it; nor a statistic (a variance) its square
+REMEMBERED = 5  # accepted updates per client whose lengths are kept
 MASK = "the mask of sent layers"
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 MIB = 2**20
 LOST = 0.1  # of what the score has gained since its first value: with more lost, a round is no longer good
 UNUSUAL = 10.0  # usual lengths: a longer update is suspect, and so is every other of nearly the longest one's size
 Evaluated = tuple[ClientMetrics, dict[int, Failure]]  # metrics, and failures by client
+Lengths = dict[int, list[float]]  # by client: of its last accepted updates
+DEFAULTS = UploadSettings()
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,6 @@ class Traffic:
 class Round(NamedTuple):
     round: int  # 1 is the first
     cohort: Cohort  # the clients whose uploads were accepted
-    lengths: Tensor  # [cohort]: of their updates
     sent: Tensor  # [cohort, layers]: what each of them was sent
     failures: dict[int, Failure]  # by client: no answer, or an answer that cannot be used
     training_loss: Tensor
@@ -49,6 +56,7 @@ class Round(NamedTuple):
     traffic: Traffic  # so far
     seconds: dict[str, float]  # by phase, this round
     server: ServerState  # valid until the next round, which may write into it
+    lengths: Lengths  # after it
 
 
 @contextmanager
@@ -69,25 +77,28 @@ def run_rounds(
     evaluate_every: int,
     seed: int,
     traffic: Traffic | None = None,
-    norm_bound: float | None = None,
+    uploads: UploadSettings = DEFAULTS,
+    lengths: Lengths | None = None,
     excluded: Mapping[int, int] | None = None,
 ) -> Iterator[Round]:
     """Run `rounds` from a server state, one at a time. The last is always evaluated.
 
     `excluded`: clients that are not asked to train, and the first round without each.
     """
-    traffic = traffic or Traffic()
+    traffic, lengths = traffic or Traffic(), lengths or {}
     for number in rounds:
         seconds = dict.fromkeys(("train", "server", "evaluate"), 0.0)
         with timed(seconds, "server"):
-            cohort = Cohort.sample(num_examples, number, participation, seed)
+            counted = num_examples if uploads.max_examples == "off" else num_examples.clamp(max=uploads.max_examples)
+            cohort = Cohort.sample(counted, number, participation, seed)
             cohort, downloads = leave_out(excluded or {}, cohort, algorithm.download(server, cohort))
         with timed(seconds, "train"):
             answers = engine.train(cohort, downloads) if len(cohort.ids) else []
         with timed(seconds, "server"):
-            accepted, failures = accept(algorithm, server, cohort, downloads, answers, norm_bound)
+            given = (algorithm, server, cohort, downloads, answers)
+            accepted, failures = accept(*given, norm_bound=uploads.norm_bound, lengths=lengths)
+            lengths = accepted.lengths
             down = int(payload_bytes(downloads, algorithm.task.layers).sum())
-            lengths = measure_updates(algorithm, server, accepted)
             if len(accepted.cohort.ids):
                 kinds = describe_state(server)
                 server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
@@ -103,7 +114,6 @@ def run_rounds(
         yield Round(
             round=number,
             cohort=accepted.cohort,
-            lengths=lengths,
             sent=accepted.downloads.sent,
             failures=failures,
             training_loss=accepted.training_loss,
@@ -113,6 +123,7 @@ def run_rounds(
             traffic=traffic,
             seconds=seconds,
             server=server,
+            lengths=lengths,
         )
 
 
@@ -170,9 +181,9 @@ def evaluate_all(
 def summarise(values: Tensor, *, higher_is_better: bool = True) -> dict[str, Any]:
     """Return mean, standard deviation, 10th percentile and worst over the clients that have a value.
 
-    Where lower is better, the worst is the largest and the percentile the 90th.
+    Where lower is better, the worst is the largest and the percentile the 90th. Infinity is no value.
     """
-    per_client = [None if math.isnan(value) else value for value in values.tolist()]
+    per_client = [value if math.isfinite(value) else None for value in values.tolist()]
     numbers: dict[str, Any] = dict.fromkeys(("mean", "std", "p10", "worst"))
     if known := [value for value in per_client if value is not None]:
         share, worst = (0.1, min) if higher_is_better else (0.9, max)
@@ -182,8 +193,8 @@ def summarise(values: Tensor, *, higher_is_better: bool = True) -> dict[str, Any
 
 
 def finite_mean(values: Tensor) -> float | None:
-    """Average over the clients that have a value, as `summarise` does; None where there is nothing finite."""
-    mean = values.nanmean().item() if len(values) else math.nan
+    """Average over the clients that have a finite value, as `summarise` does; None where none has."""
+    mean = values.where(values.isfinite(), torch.nan).nanmean().item()
     return mean if math.isfinite(mean) else None
 
 
@@ -207,7 +218,7 @@ class Trend:
 
     def follow(self, round: Round, *, higher_is_better: bool) -> "Trend":
         """Return the trend after one more round."""
-        lengths = dict(zip(round.cohort.ids.tolist(), round.lengths.tolist(), strict=True))
+        lengths = {client: round.lengths[client][-1] for client in round.cohort.ids.tolist() if client in round.lengths}
         median = statistics.median(lengths.values()) if lengths else 0.0
         suspects = self.suspects or find_unusual(lengths, self.usual_length or median)  # later ones may follow a first
         score = None if round.evaluation is None else finite_mean(round.evaluation.score)
@@ -241,6 +252,7 @@ class Accepted(NamedTuple):
     training_loss: Tensor
     after_training: ClientMetrics
     num_bytes: int  # of all uploads that are well-formed, used or not
+    lengths: Lengths  # the given ones, and those of these updates
 
 
 def accept(
@@ -249,26 +261,34 @@ def accept(
     cohort: Cohort,
     downloads: Payload,
     answers: Sequence[object],
-    norm_bound: float | None = None,
+    *,
+    norm_bound: float | Literal["off"] = "off",
+    lengths: Lengths | None = None,
 ) -> tuple[Accepted, dict[int, Failure]]:
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
     sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
-    is_share = algorithm.task.objective.metric.percent
+    layers, is_share, ids = algorithm.task.layers, algorithm.task.objective.metric.percent, cohort.ids.tolist()
+    moves, lengths = dict[int, Move](), lengths or {}
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
+        if isinstance(checked, Answer):
+            checked = find_too_large(checked.upload.tensors, layers) or checked
         if isinstance(checked, Failure):
             failures[row] = checked
         else:
             sound[row] = checked
-        if row in sound or checked == NOT_FINITE:
-            num_bytes += int(payload_bytes(expected, algorithm.task.layers))
-    if norm_bound is not None:
-        starts = algorithm.starts(server, cohort, downloads)
-        norms = {row: update_norm(answer.upload, take(starts, row)) for row, answer in sound.items()}
-        for row, times in find_too_long(norms, norm_bound).items():
-            del sound[row]
-            failures[row] = Failure("norm too large", f"{times:.3g} times the median of the round")
+        if row in sound or failures[row].reason in DIVERGED:
+            num_bytes += int(payload_bytes(expected, layers))
+    for row, answer in sound.items():
+        only = torch.tensor([row])  # one by one: all at once would be a copy of every model
+        start = take(algorithm.starts(server, cohort.only(only), downloads.rows(only)), 0)
+        moves[ids[row]] = Move.measure(answer.upload, start)
+    too_long = {} if norm_bound == "off" else find_too_long(moves, lengths, norm_bound)
+    failures |= {row: too_long[client] for row, client in enumerate(ids) if client in too_long}
+    sound = {row: answer for row, answer in sound.items() if row not in failures}
+    kept = {client: move.length for client, move in moves.items() if client not in too_long and move.counts}
+    lengths = lengths | {one: [*lengths.get(one, ()), kept[one]][-REMEMBERED:] for one in kept}
     rows, used = torch.tensor(list(sound), dtype=torch.int64), list(sound.values())
     downloads = downloads.rows(rows) if failures else downloads  # a copy only if needed: they may be large
     came = [answer.upload for answer in used]
@@ -276,8 +296,8 @@ def accept(
     uploads = Payload(stack([one.tensors for one in came]), sent, extras=stack([one.extras for one in came]))
     losses = torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0)
     metrics = torch.tensor([(answer.score, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
-    accepted = Accepted(cohort.only(rows), downloads, uploads, losses, ClientMetrics(*metrics.T), num_bytes=num_bytes)
-    return accepted, {int(cohort.ids[row]): failures[row] for row in sorted(failures)}
+    found = (cohort.only(rows), downloads, uploads, losses, ClientMetrics(*metrics.T))
+    return Accepted(*found, num_bytes=num_bytes, lengths=lengths), {ids[row]: failures[row] for row in sorted(failures)}
 
 
 def check_answer(answer: object, expected: Payload, *, is_share: bool = True) -> Answer | Failure:
@@ -298,7 +318,7 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
             return Failure("wrong names", ", ".join(names[:3]))
         for name, due in wanted.items():
             came = found[name]
-            if not isinstance(came, Tensor) or came.layout != torch.strided or came.device.type != "cpu":
+            if not is_plain(came):
                 return Failure("not an upload", f"{name} is no plain tensor")
             for what in ("shape", "dtype"):
                 if getattr(came, what) != getattr(due, what):
@@ -306,10 +326,10 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
     if not torch.equal(sent, expected.sent):
         return Failure("wrong layers", f"sent {sent.int().tolist()}, expected {expected.sent.int().tolist()}")
     training, score, loss = answer.training_loss, answer.score, answer.loss
-    if not isinstance(training, Tensor) or training.shape != () or not training.is_floating_point():
+    if not is_plain(training) or training.shape != () or not training.is_floating_point():
         return Failure("not an upload", "its training loss is no number")
-    if not isinstance(score, float) or not isinstance(loss, float) or (is_share and not 0 <= score <= 1):
-        return Failure("not an upload", f"its score is {score!r:.40}, its loss {loss!r:.40}")
+    if type(score) is not float or type(loss) is not float or (is_share and not 0 <= score <= 1):
+        return Failure("not an upload", f"its score is {shown(score)}, its loss {shown(loss)}")
     if not (answer.finite and is_finite(tensors) and is_finite(extras)):
         return NOT_FINITE
     # In the server's order of names: sums over tensors must not depend on the order a client sends.
@@ -328,21 +348,58 @@ def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
     return total
 
 
-def update_norm(upload: Payload, start: Params) -> float:
-    """Return how far a client moved from its start; of tensors whose start is not known, their norm."""
-    moving = {name: value.double() for name, value in upload.tensors.items() if value.is_floating_point()}
-    return math.sqrt(sum(float((value - start.get(name, 0)).square().sum()) for name, value in moving.items()))
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Return whether this is a tensor in the CPU's memory; a sparse, nested or "meta" one is not."""
+    if not isinstance(value, Tensor) or value.is_nested:
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
 
 
-def measure_updates(algorithm: Algorithm, server: ServerState, accepted: Accepted) -> Tensor:
-    """Return how far each accepted client moved from its start, [cohort]."""
-    count = len(accepted.cohort.ids)
-    starts = algorithm.starts(server, accepted.cohort, accepted.downloads) if count else {}
-    lengths = [update_norm(accepted.uploads.rows(row), take(starts, row)) for row in range(count)]
-    return torch.tensor(lengths, dtype=torch.float64)
+def find_too_large(tensors: Params, layers: Layers) -> Failure | None:
+    """Return the failure of an upload with a value that no training brings about, whatever the others send."""
+    for name, value in tensors.items():
+        largest = LARGEST**2 if name in layers.statistics else LARGEST
+        found = float(value.abs().max()) if value.numel() and value.dtype != torch.bool else 0.0
+        if found > largest:
+            return TOO_LARGE._replace(detail=f"{name}: {found:.3g}, more than {largest:g}")
+    return None
 
 
-def find_too_long(norms: Mapping[int, float], bound: float) -> dict[int, float]:
-    """Return the norms longer than `bound` medians, as multiples of the median; a median of zero measures nothing."""
-    median = statistics.median(norms.values()) if norms else 0.0
-    return {row: norm / median for row, norm in norms.items() if norm > bound * median > 0}
+class Move(NamedTuple):
+    """How far a client moved in a round."""
+
+    length: float  # of its update
+    start: float  # of the model that it started from
+
+    @property
+    def counts(self) -> bool:
+        """Whether others can be measured by it: a client that sends nothing new must not be what is usual."""
+        return 0 < self.length < math.inf
+
+    @classmethod
+    def measure(cls, upload: Payload, start: Params) -> Self:
+        """Measure an upload; tensors whose start is not known count from zero."""
+        moving = {name: value.double() for name, value in upload.tensors.items() if value.is_floating_point()}
+        before = {name: start[name].double() for name in moving if name in start}
+        return cls(length(value - before.get(name, 0) for name, value in moving.items()), length(before.values()))
+
+
+def length(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in tensors))
+
+
+def find_too_long(moves: Mapping[int, Move], past: Lengths, bound: float) -> dict[int, Failure]:
+    """Return the clients whose update is too long, by the last accepted lengths of all; at first by the round's own.
+
+    A client that has always moved far is measured by itself, as if it had moved up to `bound` times as far as others. A
+    first update may be as long as the model that it started from.
+    """
+    known = [one for lengths in past.values() for one in lengths]
+    known = known or [move.length for move in moves.values() if move.counts]
+    common, found = statistics.median(known or [0.0]), dict[int, Failure]()
+    for client, move in moves.items():
+        own = past.get(client)
+        usual = max(common, min(statistics.median(own), bound * common)) if own else common
+        if move.length > (bound * usual if own else max(bound * usual, move.start)):
+            found[client] = TOO_LONG._replace(detail=f"{move.length / usual:.3g} times the median")
+    return found

@@ -83,10 +83,12 @@ class EngineSettings(Section):
 
 
 class UploadSettings(Section):
-    """Which uploads are refused, beside those that are malformed or not finite."""
+    """Which uploads are refused, beside those that are malformed or not finite, and how much the others count."""
 
-    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = "off"
-    """Refuse updates longer than this many medians of the round's updates."""
+    norm_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] | Literal["off"] = 100.0
+    """Refuse updates longer than this many medians: of the last accepted updates of all clients, or of that client."""
+    max_examples: Positive | Literal["off"] = "off"
+    """Most examples that a client counts for in weighted means; 1 weighs all clients alike."""
     max_failed_rounds: Positive = 5
     """Stop the run after this many rounds in a row without a usable upload."""
 

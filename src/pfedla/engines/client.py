@@ -144,7 +144,7 @@ def pick(examples: Examples, rows: torch.Tensor | slice) -> Examples:
 def judge(objective: Objective, outputs: torch.Tensor, loss: torch.Tensor, y: torch.Tensor, *, whole: bool) -> Test:
     """Return how good one client's outputs are; `whole`: by every metric."""
     mean = loss.item()
-    return objective.score(outputs, mean, y), mean, objective.measure(outputs, y) if whole else {}
+    return float(objective.score(outputs, mean, y)), mean, objective.measure(outputs, y) if whole else {}
 
 
 def make_client(algorithm: Algorithm, outline: Outline, examples: Split, settings: EngineSettings) -> Client:

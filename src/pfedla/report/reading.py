@@ -47,7 +47,7 @@ _Result = _shape(
     | {"baseline": _shape({"name": str, "score": _PerClient}) | None}
     | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
     | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
-    | {"tuned_trials": (Count, 0), "excluded": (dict[str, Round], {})}
+    | {"tuned_trials": (Count, 0), "norm_bounds": (Values, {}), "excluded": (dict[str, Round], {})}
     | {"attackers": (list[Any], []), "honest": (_shape(_SCORES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(

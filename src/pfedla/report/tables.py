@@ -71,6 +71,8 @@ def warnings(results: Sequence[Values]) -> list[str]:
     if undefined := max((result["score"]["per_client"].count(None) for result in results), default=0):
         label, clients = Metric.of(first).label, f"{undefined} of {first['clients']} clients"
         lines.append(f"No {label} for {clients}, for example as a class is absent there. Means are over the others.")
+    if changed := [one for one in results if len(one.get("norm_bounds", {})) > 1]:
+        lines.append(f"uploads.norm_bound was CHANGED within {len(changed)} of {len(results)} runs (see result.json).")
     if faults := first.get("faults"):
         lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
     for client, start in {pair: None for result in results for pair in result.get("excluded", {}).items()}:
@@ -88,8 +90,8 @@ def failures_lines(result: Values, names: Sequence[str]) -> list[str]:
     for reason, group in groupby(sorted(found), key=itemgetter(0)):
         often = [(names[client] if client < len(names) else client, -n) for _, n, client in group]
         who = ", ".join(f"{client} ({n}x)" for client, n in often[:5]) + (", …" if len(often) > 5 else "")
-        diverged = reason == "not finite" and "attack" not in result["faults"]
-        hint = "; try a smaller --lr or uploads.norm_bound" if diverged else ""
+        diverged = reason in ("not finite", "values too large", "norm too large") and "attack" not in result["faults"]
+        hint = "; try a smaller --lr" if diverged else ""
         lines.append(f"left out {sum(n for _, n in often)} times: {reason}, client{'s' * (len(often) > 1)} {who}{hint}")
     return lines
 

@@ -17,7 +17,7 @@ from pfedla.core.errors import PfedlaError, unknown
 from pfedla.core.files import safe_name
 from pfedla.core.settings import Section
 from pfedla.report.reading import Values, flatten
-from pfedla.runs.experiment import Experiment, overlay
+from pfedla.runs.experiment import FREE, Experiment, overlay
 
 Paper = Mapping[str, Mapping[str, Mapping[str, float]]]  # column -> row -> mean, std, mib
 
@@ -95,11 +95,9 @@ class Cell:
 
 def resolve(experiment: Experiment) -> Values:
     """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
-    may_differ: Any = {"tuned_trials": True, "checkpoint": True}
-    may_differ |= {"engine": {"threads"}, "uploads": {"max_failed_rounds"}}
     section = experiment.algorithm
     options = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
-    return flatten(experiment.model_dump(exclude=may_differ) | {"algorithm": options})
+    return flatten(experiment.model_dump(exclude=FREE) | {"algorithm": options})
 
 
 def home() -> Path:

@@ -23,7 +23,7 @@ from pfedla.report.reading import read_result
 from pfedla.report.rows import Row
 from pfedla.report.significance import Analysis
 from pfedla.runs.build import Built, build, build_around, check_federation
-from pfedla.runs.experiment import Experiment, list_settings, nest, overlay, read_toml
+from pfedla.runs.experiment import FREE, Experiment, list_settings, nest, overlay, read_toml
 from pfedla.runs.folder import EXPERIMENT, RESULT, RUNS, RunFolder, new_folder, number_folder
 from pfedla.runs.progress import Display
 from pfedla.runs.run import Run
@@ -230,7 +230,7 @@ def add_finished(root: Path, rows: dict[str, Row], say: Callable[[str], None]) -
 def _comparable(run: Path, own: set[str]) -> dict[str, Any]:
     """Return the settings that the runs of one table share; `own` are training settings that methods have alone."""
     experiment = Experiment.parse(read_toml(run))
-    free: Any = dict.fromkeys(("algorithm", "seed", "tuned_trials", "checkpoint", "engine"), True)
+    free = FREE | dict.fromkeys(("algorithm", "seed", "engine"), True)
     values = experiment.model_dump(exclude=free | {"training": own})
     return {**values, "data": {key: value for key, value in values["data"].items() if key != "samples_per_client"}}
 

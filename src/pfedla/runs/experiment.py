@@ -18,6 +18,9 @@ SITES = "sites"  # the data set of a deployment whose sites bring their own data
 # Options that are gone, with the defaults that older run folders wrote down.
 REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
 REMOVED["augment"] = (False,)
+# No part of what a run is: a finished run would have the same numbers with any of these, as long as no client fails.
+FREE: dict[str, Any] = {"tuned_trials": True, "exclude": True, "checkpoint": True, "engine": {"threads"}}
+FREE["uploads"] = {"norm_bound", "max_failed_rounds"}
 
 
 class AlgorithmSection(Section):
@@ -86,10 +89,8 @@ class Experiment(Section):
         """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
-        may_change: Any = {"rounds": True, "tuned_trials": True, "exclude": True, "checkpoint": True}
-        may_change |= {"engine": {"threads"}, "uploads": {"max_failed_rounds"}}
-        if self.training.schedule == "cosine":
-            del may_change["rounds"]  # the learning rate of every round depends on the last
+        # With schedule cosine the learning rate of every round depends on the last.
+        may_change = FREE if self.training.schedule == "cosine" else {**FREE, "rounds": True}
         values = self.model_dump(exclude=may_change, exclude_defaults=True)
         defaults = default_options(self.algorithm.name)
         options = {key: value for key, value in self.algorithm.options.items() if defaults.get(key) != value}

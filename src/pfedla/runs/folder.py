@@ -201,7 +201,17 @@ class RunState(BaseModel):
     failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
     failed_rounds: Count = 0  # in a row, up to now
     trend: Trend = Trend()
+    lengths: dict[int, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = {}  # by client: of its last updates
+    norm_bounds: dict[int, float | Literal["off"]] = {}  # uploads.norm_bound by the first round that it is for
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
+
+    def note_bound(self, experiment: Experiment) -> str:
+        """Record the bound of the next rounds; return what changed, if anything did."""
+        now, before = experiment.uploads.norm_bound, next(reversed(self.norm_bounds.values()), None)
+        if now == before or self.round >= experiment.rounds:
+            return ""
+        self.norm_bounds[self.round + 1] = now
+        return f"uploads.norm_bound: {before} -> {now} from round {self.round + 1} on" if before is not None else ""
 
     def take_snapshot(self, algorithm: Algorithm, planned: set[int]) -> None:
         """Keep alpha after a planned round. Leave out what was taken before the run was extended and is not planned."""
@@ -294,6 +304,8 @@ class Checkpoints:
                 raise ValueError("its content does not match its checksum")
             experiment, tensors_sha256 = stored.pop("experiment"), stored.pop("tensors_sha256")
             stored["traffic"].pop("evaluation_bytes", None)  # of an older version
+            if "norm_bounds" not in stored:  # older versions had it off by default, and as a part of the identity
+                stored["norm_bounds"] = {1: experiment.get("uploads", {}).get("norm_bound", "off")}
             state = RunState.model_validate({**stored, "server": {}})
             if (state.round, len(state.after_training)) != (round, len(fresh.after_training)):
                 raise ValueError(f"it is of round {state.round} and of {len(state.after_training)} clients")

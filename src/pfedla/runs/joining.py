@@ -17,7 +17,7 @@ from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerStat
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, write_tensors, write_text
 from pfedla.core.layers import stack
-from pfedla.core.rounds import Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
+from pfedla.core.rounds import DIVERGED, Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
 from pfedla.data.federation import Federation, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.report.reading import Metric
@@ -104,7 +104,7 @@ def _evaluate(method: Algorithm, engine: SimulatedEngine, server: ServerState, c
 
 def _check_client(failures: Mapping[int, Failure]) -> None:
     for one in failures.values():
-        hint = "; are its examples in the scale of the run's?" if one.reason == "not finite" else ""
+        hint = "; are its examples in the scale of the run's?" if one.reason in DIVERGED else ""
         raise PfedlaError(f"the client cannot take part: {one.reason} {one.detail}".strip() + hint) from one.error
 
 

@@ -38,6 +38,7 @@ class Simulation:
     score_after_training: Tensor  # [clients], right after its last local training; nan if it never trained
     traffic: Traffic
     failures: dict[int, dict[str, int]]  # client -> reason -> how often it had no part in a round for it
+    norm_bounds: dict[int, Any]  # uploads.norm_bound by the first round that it was for
     seconds: dict[str, float]  # by phase
     alphas: Tensor | None  # [snapshots, clients, layers, clients]; alpha[i, layer, j]: i receives, j sends
     alpha_rounds: list[int]  # the round after which each snapshot was taken; 0 is the start
@@ -130,6 +131,7 @@ def describe_result(built: Built, simulation: Simulation, honest: Tensor) -> dic
         "loss": finite_mean(simulation.loss),
         "traffic": asdict(simulation.traffic),
         "refused_uploads": simulation.refused_uploads,
+        "norm_bounds": {str(round): bound for round, bound in simulation.norm_bounds.items()},
         "failures": failures,
         "faults": experiment.faults.model_dump(exclude_defaults=True),
         "seconds": {"total": total, "per_round": total / experiment.rounds, "phases": simulation.seconds},

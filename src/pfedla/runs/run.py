@@ -16,7 +16,17 @@ from pfedla.core.contracts import ClientMetrics, Cohort, Engine, Failure, Params
 from pfedla.core.errors import GaveUpError, Stopped
 from pfedla.core.faults import choose_attackers
 from pfedla.core.objectives import Objective
-from pfedla.core.rounds import NO_ANSWER, Round, evaluate_all, finite_mean, in_chunks, run_rounds, summarise, timed
+from pfedla.core.rounds import (
+    DIVERGED,
+    NO_ANSWER,
+    Round,
+    evaluate_all,
+    finite_mean,
+    in_chunks,
+    run_rounds,
+    summarise,
+    timed,
+)
 from pfedla.core.settings import AUTO
 from pfedla.data.federation import Federation
 from pfedla.engines.simulated import SimulatedEngine
@@ -113,6 +123,8 @@ class Run:
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
+        if changed := self.state.note_bound(experiment):
+            self.say(changed)
         self._check({}, None, {})
         for name, start in experiment.exclude.items():
             self.say(f"client {name} takes no part from round {start} on")
@@ -122,7 +134,7 @@ class Run:
         how = experiment.model_dump(include={"participation", "evaluate_every", "seed"})
         how |= {"rounds": range(self.state.round + 1, experiment.rounds + 1), "traffic": self.state.traffic}
         how["excluded"] = {self.built.federation.names.index(name): start for name, start in experiment.exclude.items()}
-        how["norm_bound"] = None if experiment.uploads.norm_bound == "off" else experiment.uploads.norm_bound
+        how |= {"uploads": experiment.uploads, "lengths": self.state.lengths}
         self._rounds = run_rounds(self.algorithm, engine, num_examples, self.state.server, **how)
 
     def __iter__(self) -> Iterator[Round]:
@@ -150,9 +162,10 @@ class Run:
     def _advance(self, round: Round) -> None:
         state = self.state
         state.round, state.server, state.traffic = round.round, round.server, round.traffic
+        state.lengths = round.lengths
         self._evaluation = round.evaluation
         for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
-            state.after_training[client] = None if math.isnan(score) else score
+            state.after_training[client] = score if math.isfinite(score) else None
         state.trend = state.trend.follow(round, higher_is_better=self._higher_is_better)
         if len(round.cohort.ids):
             state.failed_rounds = 0
@@ -220,8 +233,8 @@ class Run:
             raise GaveUpError(what + way_back)
         client, failure = next(iter(failures.items()))
         detail = f" ({failure.detail})" if failure.detail else ""
-        if failure.reason == "not finite" and not way_back:
-            detail += "; training diverges: a smaller lr, or uploads.norm_bound from the start, may help"
+        if failure.reason in DIVERGED and not way_back:
+            detail += "; training diverges: a smaller lr may help"
         raise GaveUpError(f"{what}; client {client}: {failure.reason}{detail}{way_back}") from failure.error
 
     def _name_way_back(self, failures: Failures) -> str:
@@ -278,7 +291,7 @@ class Run:
             traffic=state.traffic,
             alphas=torch.stack(state.alphas) if state.alphas else None,
             models=models,
-            **state.model_dump(include={"failures", "seconds", "alpha_rounds"}),
+            **state.model_dump(include={"failures", "seconds", "alpha_rounds", "norm_bounds"}),
         )
 
 

@@ -17,7 +17,7 @@ from pfedla.algorithms import find, resolve_options
 from pfedla.core.contracts import generator
 from pfedla.core.errors import GaveUpError, PfedlaError, unknown
 from pfedla.core.files import write_text
-from pfedla.core.rounds import NOT_FINITE
+from pfedla.core.rounds import DIVERGED
 from pfedla.core.search import LR_SPAN, Choice, Epochs, Range
 from pfedla.data.sources import load_data
 from pfedla.report.figures import draw_tuning
@@ -204,7 +204,7 @@ def read_value(run: Run) -> float:
     # A client whose training diverges keeps an older model, or has no score: the mean would be too good.
     broken = ~simulation.loss.isfinite()
     if run.experiment.faults.attack != "nan":
-        broken[[client for client, reasons in simulation.failures.items() if NOT_FINITE.reason in reasons]] = True
+        broken[[client for client, reasons in simulation.failures.items() if DIVERGED & reasons.keys()]] = True
     value: float | None = honest_part(result)["score"]["mean"]
     if diverged := int((broken & run.honest).sum()):
         raise GaveUpError(f"training diverged on {diverged} clients")
