@@ -223,7 +223,8 @@ def received(engine: Engine, cohort: Cohort, downloads: Payload, *ids: int) -> A
     kept = [
         answer if not ids or client in ids else NO_ANSWER for client, answer in zip(cohort.ids, answers, strict=True)
     ]
-    accepted, failures = accept(engine.algorithm, {}, cohort, downloads, kept)
+    server = engine.algorithm.init_server(len(engine.clients), 0)
+    accepted, failures = accept(engine.algorithm, server, cohort, downloads, kept)
     assert len(accepted.cohort.ids) == (len(ids) or len(answers)), failures
     return accepted
 
