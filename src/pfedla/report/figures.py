@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pfedla.core.files import write_whole
 from pfedla.report import reading
 from pfedla.report.methods import MethodTable
 from pfedla.report.reading import Alpha, Array, Metric, Values
@@ -50,8 +51,10 @@ def save(figure: Any, path: Path, caption: str = "") -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     words: Values = {"pdf": {"Subject": caption, "CreationDate": None}, "svg": {"Description": caption, "Date": None}}
+    kind = path.suffix[1:].lower()
+    how: Values = {"format": kind, "dpi": 150, "metadata": words.get(kind, {"Description": caption})}
     with rc_context({"svg.hashsalt": "pfedla"}):
-        figure.savefig(path, dpi=150, metadata=words.get(path.suffix[1:].lower(), {"Description": caption}))
+        write_whole(path, lambda part: figure.savefig(part, **how), to_disk=False)
     return path
 
 
