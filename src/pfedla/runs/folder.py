@@ -22,19 +22,20 @@ from pfedla import __version__
 from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import InUseError, PfedlaError
-from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
+from pfedla.core.files import read_object, read_tensors, refuse_links, safe_name, sha256, write_text, write_whole
 from pfedla.core.objectives import CLASSIFICATION, Objective
 from pfedla.core.rounds import Traffic
 from pfedla.core.trees import leaves, map_tree
 from pfedla.data.federation import Federation, Outline
 from pfedla.data.partition import split_statistics
-from pfedla.report.reading import Count, flatten, read_result, round_of
+from pfedla.report.reading import Count, flatten, read_result, round_of, split_lines
 from pfedla.runs.build import Built
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
 FORMAT = 3  # of run folders; format 1 stored the whole experiment in place of its identity, 2 accuracy for score
+CONTINUED = "continued_on"  # in environment.json: every other environment in which the run was resumed
 LINES, ALPHA = "rounds.jsonl", "alpha.safetensors"
 SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
@@ -57,6 +58,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path, self.reopened = path, resume and path.is_dir()
+        self.warnings: list[str] = []  # of what may have changed the numbers; result.json keeps them
         if not self.reopened:
             new_folder(path)
         self._lock = FileLock(path / ".lock")
@@ -69,13 +71,26 @@ class RunFolder:
         if not self.reopened and any(self.path.glob("[!.]*")):
             self._lock.release()
             raise InUseError(f"{self.path} was written to by another process; choose another folder with --out")
+        try:
+            refuse_links(self.path)
+        except PfedlaError:
+            self._lock.release()
+            raise
+        self._is_new = self._is_unused()
         return self
+
+    def _is_unused(self) -> bool:
+        """Return whether no run has begun here: the experiment is the first file of a run."""
+        return {path.name for path in self.path.glob("[!.]*")} <= {FEDERATION, ENVIRONMENT}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave nothing of a run that failed before anything was learned; say after a full disk what is safe."""
         rounds = self.checkpoints.rounds()
-        if error is not None and not self.reopened and not rounds and not (self.path / LINES).exists():
-            shutil.rmtree(self.path, ignore_errors=True)
+        if error is not None and self._is_new and not rounds and not (self.path / LINES).exists():
+            if self.reopened:  # the folder was there before
+                self._remove(EXPERIMENT, FEDERATION, ENVIRONMENT)
+            else:
+                shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
         if isinstance(error, (OSError, SafetensorError)):
             safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
@@ -85,8 +100,10 @@ class RunFolder:
     def begin(self, built: Built, say: Callable[[str], None]) -> dict[str, Any] | None:
         """Write what the run is, is made of and runs on, or check it; return the result of a finished run."""
         experiment = self.experiment = built.experiment
-        self.checkpoints = Checkpoints(self.path, experiment, say)
-        if not self.reopened:
+        self._say = say
+        self.checkpoints = Checkpoints(self.path, experiment, self.warn)
+        if self._is_new:
+            self._remove(FEDERATION, ENVIRONMENT)  # left by an older version that was killed between them
             write_text(self.path / EXPERIMENT, experiment.to_toml())
         elif (self.path / EXPERIMENT).exists():
             before = Experiment.parse(read_toml(self.path / EXPERIMENT))
@@ -99,7 +116,7 @@ class RunFolder:
                     return result
                 if not self.checkpoints.rounds():
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
-        elif any(self.path.glob("[!.]*")):
+        else:
             raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
         made_of = describe_federation(built.federation, built.algorithm.task.objective)
         made_of |= {"unseen": built.unseen.names} if built.unseen else {}
@@ -108,24 +125,49 @@ class RunFolder:
             if not (self.path / name).exists():
                 self.write_json(name, content)
         if self.reopened:
-            first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
-            if first and now and first != now:  # a server may not know it
+            kept, now = read_object(self.path / FEDERATION), made_of["fingerprint"]
+            if kept.get("fingerprint") and now and kept["fingerprint"] != now:  # a server may not know it
                 raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
-            started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
-            if changed := "; ".join(differences(started_on, runs_on)):
-                say(f"another environment than the run was started in ({changed}): the last bits may differ")
+            if kept != json.loads(json.dumps(made_of)):  # damaged, or of an older version
+                self.write_json(FEDERATION, made_of)
+            self._compare_environment(runs_on)
         return None
+
+    def _compare_environment(self, runs_on: dict[str, Any]) -> None:
+        """Warn of another environment than the run was started in, and keep it beside the first."""
+        kept = read_object(self.path / ENVIRONMENT)
+        started_on = runs_on | {
+            key: value for key, value in kept.items() if key != CONTINUED
+        }  # an older one knows less
+        if changed := "; ".join(differences(started_on, runs_on)):
+            self.warn(f"another environment than the run was started in ({changed}): the last bits may differ")
+            others = list(kept.get(CONTINUED) or [])
+            if runs_on not in others:
+                self.write_json(ENVIRONMENT, kept | {CONTINUED: [*others, runs_on]})
+
+    def warn(self, line: str) -> None:
+        self._say(line)
+        self.warnings.append(line)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
 
     def prepare_resume(self, round: int) -> None:
         """Make the folder ready for the rounds after `round`. Nothing can be refused any more."""
-        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete, so it goes first
-        (self.path / ALPHA).unlink(missing_ok=True)
+        self._remove(RESULT, ALPHA)  # a folder with a result is complete, so it goes first
         write_text(self.path / EXPERIMENT, self.experiment.to_toml())
+        self.checkpoints.prune(round, keep_newer=True)
+        for place in (self.path, self.path / "models", self.path / "checkpoints"):
+            for part in place.glob(".*.part"):  # of a process that was killed
+                part.unlink(missing_ok=True)
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
         path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        planned = {number for number in range(1, round + 1) if number % every == 0 or number == rounds}
-        write_text(path, "".join(f"{line}\n" for line in lines if round_of(line) in planned))
+        lines = {round_of(line): line.decode(errors="replace") for line in split_lines(path)}
+        planned = [number for number in range(1, round + 1) if number % every == 0 or number == rounds]
+        write_text(path, "".join(f"{lines[number]}\n" for number in planned if number in lines))
+        if missing := ", ".join(str(number) for number in planned if number not in lines):
+            self.warn(f"{path}: the lines of these rounds are damaged or missing, curves leave them out: {missing}")
 
     def add_line(self, line: dict[str, Any]) -> None:
         with (self.path / LINES).open("a", encoding="utf-8") as file:
@@ -191,6 +233,7 @@ class RunState(BaseModel):
     failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
     failed_rounds: Count = 0  # in a row, up to now
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
+    warnings: list[str] = []  # of resuming: another environment, a damaged checkpoint, missing lines
 
     def take_snapshot(self, algorithm: Algorithm, planned: set[int]) -> None:
         """Keep alpha after a planned round. Leave out what was taken before the run was extended and is not planned."""
@@ -239,12 +282,17 @@ class Checkpoints:
             stored |= state.model_dump(mode="json")
             text = json.dumps({"sha256": _digest(stored), "state": stored}, indent=1, allow_nan=False)
             write_text(path.with_suffix(".json"), text + "\n")
-        finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
-            kept = [round for round in self.rounds() if round <= state.round][-2:]
-            whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
-            for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
-                other.unlink(missing_ok=True)
+        finally:  # newer ones could not be used, or the run would not have come here again
+            self.prune(state.round)
         self._saved_at, self._saved_round = time.monotonic(), state.round
+
+    def prune(self, latest: int, *, keep_newer: bool = False) -> None:
+        """Remove all but the last two checkpoints up to round `latest`."""
+        kept = [round for round in self.rounds() if round <= latest][-2:]
+        kept += [round for round in self.rounds() if keep_newer and round > latest]
+        whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
+        for other in {*self.folder.glob("round-*")} - whole:
+            other.unlink(missing_ok=True)
 
     def load_newest(self, fresh: RunState, clients: Params) -> tuple[RunState, Params] | None:
         """Return the newest whole checkpoint, in the form of a fresh run's state and clients; None if there is none."""

@@ -101,6 +101,7 @@ class Run:
                 self.state, clients = loaded
                 engine.load(clients)
             self.folder.prepare_resume(self.state.round)
+            self.state.warnings = list(dict.fromkeys([*self.state.warnings, *self.folder.warnings]))
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
@@ -208,6 +209,8 @@ class Run:
         if self.result is None:
             self.simulation = self._conclude()
             self.result = describe_result(self.built, self.simulation, self.honest)
+            if self.state.warnings:
+                self.result["warnings"] = self.state.warnings
             if self.folder is not None:
                 write_results(self, self.folder, self.simulation, self.result)
         elif self.pictures and self.folder is not None and not (self.folder.path / "learning_curve.png").exists():
