@@ -76,6 +76,9 @@ class RunFolder:
         except PfedlaError:
             self._lock.release()
             raise
+        for place in ("", "models", "checkpoints"):
+            for part in (self.path / place).glob(".*.part"):  # of a process that was killed
+                part.unlink(missing_ok=True)
         self._is_new = self._is_unused()
         return self
 
@@ -158,9 +161,6 @@ class RunFolder:
         self._remove(RESULT, ALPHA)  # a folder with a result is complete, so it goes first
         write_text(self.path / EXPERIMENT, self.experiment.to_toml())
         self.checkpoints.prune(round, keep_newer=True)
-        for place in (self.path, self.path / "models", self.path / "checkpoints"):
-            for part in place.glob(".*.part"):  # of a process that was killed
-                part.unlink(missing_ok=True)
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
         path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
         lines = {round_of(line): line.decode(errors="replace") for line in split_lines(path)}
