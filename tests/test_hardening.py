@@ -2,19 +2,25 @@
 
 import io
 import json
+import os
+import random
 import re
 import shutil
+import signal
 import struct
 import sys
+import traceback
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
-from conftest import budget
+from conftest import budget, drop_sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from official import cifar_files, idx_files, write
@@ -32,6 +38,8 @@ from pfedla.data import arrays
 from pfedla.data.arrays import load_arrays
 from pfedla.data.federation import federation_of
 from pfedla.data.published import read_cifar, read_idx_pair
+from pfedla.flower.layout import plan_deployment, read_deployment, write_app
+from pfedla.report.page import Watcher
 from pfedla.report.reading import read_result, round_of
 from pfedla.report.tables import failures_lines, metrics_table, result_table, traffic_line, warnings
 from pfedla.runs.build import build
@@ -132,10 +140,16 @@ def test_sizes_are_known_before_anything_is_made(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"clients": 3, "samples_per_client": 60}
     experiment = Experiment.parse({"rounds": 1, "data": data, "training": {"local_epochs": 1}})
     return run(experiment, tmp_path_factory.mktemp("hardening") / "run")
+
+
+@pytest.fixture(scope="module")
+def run_folder(whole_folder: Path) -> Path:
+    """Without checksums, which would keep damaged files from the readers."""
+    return drop_sums(Path(shutil.copytree(whole_folder, whole_folder.with_name("old"))))
 
 
 @fuzz(100)
@@ -165,11 +179,11 @@ def test_damaged_results_and_rounds_are_shown_or_refused(run_folder, tmp_path: P
         Console(quiet=True).print(result_table(result), *metrics_table(result), *warnings([result]))
         assert all(failures_lines(result, ["north"]))
         assert traffic_line(result["traffic"])
-    line = (run_folder / "rounds.jsonl").read_text().splitlines()[-1]
+    line = (run_folder / "rounds.jsonl").read_bytes().splitlines()[-1]
     assert round_of(line) == 1
-    text = data.draw(damaged(line.encode())).decode(errors="replace")
+    text = data.draw(damaged(line))
     assert round_of(text) is None or "mean" in json.loads(text)["score"]
-    assert all(round_of(text) is None for text in ("", "[" * 10**5, "3", line.replace('"mean"', '"men"')))
+    assert all(round_of(text) is None for text in (b"", b"[" * 10**5, b"3", line.replace(b'"mean"', b'"men"')))
 
 
 def test_a_federation_or_client_that_cannot_be_is_refused(run_folder: Path, tmp_path: Path) -> None:
@@ -190,6 +204,186 @@ def test_a_federation_or_client_that_cannot_be_is_refused(run_folder: Path, tmp_
     for client in ("9" * 5000, "-1", "3", "../models/client-1", "", "²"):
         with pytest.raises(PfedlaError, match="client"):
             load_personal(run_folder, client)
+
+
+def flip(path: Path) -> None:
+    """Change one number in a file, so that it can still be read."""
+    if path.suffix == ".json":
+        text = path.read_text()
+        found = next(re.finditer(r'"mean": \[?\s*\d+\.\d', text))
+        path.write_text(text[: found.end()] + "0" + text[found.end() :])
+    else:
+        path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+
+
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [
+        ("federation.json", ["report", "watch", "evaluate", "export", "join"]),
+        ("alpha.safetensors", ["report", "watch", "draw"]),
+        ("models/client-1.safetensors", ["evaluate", "export"]),
+        ("trained_on.npy", ["evaluate"]),
+        ("joined/own/model.safetensors", ["evaluate"]),
+    ],
+)
+def test_a_file_that_was_changed_since_the_run_ended_is_refused(pfedla, whole_folder, tmp_path, name, commands) -> None:
+    run, own = Path(shutil.copytree(whole_folder, tmp_path / "run")), save_own(tmp_path)
+    if name.startswith("joined"):
+        assert not read_folder(pfedla, "join", run, own)
+    client, data = ("joined/own", []) if name.startswith("joined") else ("1", ["--data", own])
+    data = data if name == "trained_on.npy" else []
+    for command in commands:
+        (run / "learning_curve.png").unlink(missing_ok=True)
+        flip(run / name)
+        if command == "evaluate":
+            code, _, err = pfedla("evaluate", run, "--client", client, *data)
+            assert (code, "SHA-256" in err) == (2, True)
+        else:
+            assert "SHA-256" in read_folder(pfedla, command, run, own)
+    drop_sums(run / Path(name).parent if client != "1" else run)  # as an older version wrote it: nobody notices
+    code, _, err = pfedla("evaluate", run, "--client", client, *data)
+    assert code == 0, err
+
+
+def test_a_link_is_replaced_and_never_written_through(pfedla, whole_folder: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole_folder, tmp_path / "run"))
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for page in (tmp_path / "page.html", tmp_path / "federation.png"):
+        page.symlink_to(mine)
+    assert pfedla("report", run, "--out", tmp_path / "page.html")[0] == 0
+    assert pfedla("data", "show", run, "--out", tmp_path / "federation.png")[0] == 0
+    for name, words in {
+        "report.html": ["report", run],
+        "learning_curve.png": ["run", run, "--resume"],
+        "rounds.jsonl": ["run", run, "--resume", "--rounds", 2],
+        "environment.json": ["report", run],
+        "models": ["evaluate", run, "--client", 1],
+    }.items():
+        shutil.rmtree(run / name) if name == "models" else (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(mine)
+        code, _, err = pfedla(*words)
+        assert (code, name in err) == (2, True)
+        (run / name).unlink()
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "page.html").is_symlink()
+
+
+# --- everything that reads a folder, on 2,000 damaged ones ---
+
+HELD = b"not of the run"
+STRANGE = [None, True, -1, 1.5, 2**70, 10**400, "", "x" * 1000, "<script>", "\u202e", [], {}, [[[]]], {"a": {"b": {}}}]
+RAW = ["NaN", "1e999", "-Infinity", r'"\ud800"', "[" * 400 + "]" * 400, '{"a":' * 400 + "1" + "}" * 400, "9" * 5000]
+LARGE = ["federation.json", "result.json", "rounds.jsonl", "alpha.safetensors", "experiment.toml", "environment.json"]
+PERSONAL = ["federation.json", "result.json", "experiment.toml", "models/client-1.safetensors", "trained_on.npy"]
+STATE = ["checkpoints/round-1.json", "checkpoints/round-1.safetensors"]
+READERS = {  # command: how often it is tried, the files that it reads
+    "report": (5, LARGE),
+    "watch": (5, LARGE),
+    "deploy": (4, ["app/pyproject.toml"]),
+    "evaluate": (3, PERSONAL),
+    "export": (2, PERSONAL),
+    "join": (2, [*PERSONAL[:3], *STATE]),
+    "draw": (1, LARGE[:5]),
+    "resume": (1, [*LARGE, *STATE]),
+}
+
+
+def damage(draws: random.Random, path: Path, outside: Path) -> str:
+    """Damage a file: its bytes, one of its values, or what it is; return how."""
+    good, how = path.read_bytes(), draws.choices(["bytes", "value", "kind"], [4, 5, 1])[0]
+    if how == "kind":
+        path.unlink()
+        how = draws.choice(["gone", "empty", "folder", "pipe", "zero", "link", "dangling", "loop"])
+        links = {"zero": Path("/dev/zero"), "link": outside, "dangling": outside.with_name("new"), "loop": path}
+        if how in links:
+            path.symlink_to(links[how])
+        elif how != "gone":
+            {"empty": path.touch, "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[how]()
+    elif how == "value" and path.suffix in (".json", ".jsonl", ".toml"):
+        text = good.decode()
+        pattern = r"(?<= = ).*$" if path.suffix == ".toml" else r"(?<=[:\[,\n] )[^\s\[\]{}:,]+|\[[^\[\]{}]*\]"
+        found = draws.choice([*re.finditer(pattern, text, re.MULTILINE)])
+        strange = draws.choice([*map(json.dumps, STRANGE), *RAW, *(["nan", "1979-05-27"] * (path.suffix == ".toml"))])
+        path.write_text(text[: found.start()] + strange + text[found.end() :])
+        how = f"{found[0]:.40} -> {strange:.40}"
+    else:
+        content, how = bytearray(good), "bytes"
+        for _ in range(draws.randint(1, 3)):
+            start = draws.randrange(len(content) + 1)
+            content[start : start + draws.choice([0, 1, 4, len(content)])] = draws.randbytes(draws.randint(0, 8))
+        path.write_bytes(content)
+    return f"{path.name}: {how}"
+
+
+def save_own(place: Path) -> Path:
+    examples = np.arange(20 * 64, dtype=np.uint8).reshape(20, 1, 8, 8)
+    np.savez(place / "own.npz", x=examples, y=np.arange(20) % 4)
+    return place / "own.npz"
+
+
+def read_folder(pfedla: Any, command: str, run: Path, own: Path) -> str:
+    """Read a folder as a command does; return what the command says on standard error."""
+    if command in ("watch", "deploy"):
+        try:
+            if command == "deploy":
+                read_deployment(run).build()
+                return ""
+            with Watcher([run], "127.0.0.1", 0) as server:
+                json.dumps(server.data(), allow_nan=False)
+        except (PfedlaError, OSError) as error:
+            return str(error)
+        return ""
+    client = ["--client", 1]
+    words = {"draw": ["run", run, "--resume", "-q"], "resume": ["run", run, "--resume", "--rounds", 2, "-q"]}
+    words |= {"evaluate": ["evaluate", run, *client], "export": ["export", run, *client, "--out", run.parent / "e"]}
+    words |= {"join": ["join", run, "--data", own, "--rounds", 1, "-q"], "report": ["report", run]}
+    return str(pfedla(*words[command])[2])
+
+
+@contextmanager
+def at_latest(seconds: float) -> Iterator[None]:
+    """Fail what hangs: no command catches a BaseException."""
+
+    def stop(*_: object) -> None:
+        pytest.fail("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 20))])
+def test_a_damaged_folder_is_read_or_refused_in_a_sentence(pfedla, whole_folder, run_folder, tmp_path, part) -> None:
+    """No traceback, no hang, no gigabytes; what lies outside the folder is neither read nor written."""
+    draws, own, outside = random.Random(part), save_own(tmp_path), tmp_path / "outside"
+    outside.write_bytes(HELD)
+    deployment = plan_deployment(Experiment.parse({"data": {"clients": 2}}), None, tmp_path)
+    (tmp_path / "deployment").mkdir()
+    write_app(tmp_path / "deployment" / "app", deployment)
+    wrong: list[str] = []
+    for number in range(100):
+        command = draws.choices([*READERS], [often for often, _ in READERS.values()])[0]
+        source = tmp_path / "deployment" if command == "deploy" else draws.choice([whole_folder, run_folder])
+        place = Path(shutil.copytree(source, tmp_path / str(number) / "run"))
+        if command in ("watch", "resume") and draws.random() < 0.5:
+            (place / "result.json").unlink()
+        (place / "learning_curve.png").unlink(missing_ok=True)
+        there = [name for name in READERS[command][1] if (place / name).exists()]
+        done = damage(draws, place / draws.choice(there), outside)
+        try:
+            with at_latest(60), at_most(GIBIBYTE):
+                err = read_folder(pfedla, command, place, own)
+            assert "out of memory" not in err, err
+        except Exception as error:
+            wrong.append(f"{number} {command} ({done}): {traceback.format_exception(error)[-3:]}")
+        assert (outside.read_bytes(), (tmp_path / "new").exists()) == (HELD, False), f"{command} ({done})"
+        shutil.rmtree(tmp_path / str(number))
+    assert not wrong, "\n".join(wrong)
 
 
 def write_npz(path: Path, x: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
@@ -215,6 +409,25 @@ def test_an_array_that_claims_what_is_not_there_is_refused(tmp_path: Path) -> No
     ):
         with at_most(GIBIBYTE // 4), pytest.raises(PfedlaError, match=r"x\.npy"):
             load_arrays(write_npz(tmp_path / "x.npz", x))
+
+
+@pytest.mark.parametrize("code", [0xD800, 0x110000, 2**32 - 1])
+def test_names_that_no_file_could_hold_are_refused(pfedla: Any, tmp_path: Path, code: int) -> None:
+    """Half of a surrogate pair, and code points beyond Unicode."""
+    odd = np.array([ord("a"), ord("b"), code, ord("a")], "<u4").view("<U1")
+    for key in ("y", "client"):
+        np.savez(tmp_path / "x.npz", **{"x": np.zeros((4, 2)), "y": np.arange(4) % 2, key: odd})
+        with pytest.raises(PfedlaError, match="Unicode"):
+            load_arrays(tmp_path / "x.npz")
+    if code != 0xD800:  # Python and pandas hold no others
+        return
+    words = {"a": [1.0, 2.0] * 4, "c": ["u", "v"] * 4, "y": ["p", "q"] * 4, "client": ["m", "n"] * 4}
+    for key in ("c", "y", "client"):
+        frame = pandas.DataFrame(words | {key: pandas.Series(["\ud800", "b"] * 4, dtype=object)})
+        with pytest.raises(PfedlaError, match="Unicode"):
+            federation_of(frame, "y", client="client")
+    np.savez(tmp_path / "\udcff.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2)
+    assert pfedla("run", "-d", tmp_path / "\udcff.npz")[0] == 2
 
 
 def test_bombs_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import drop_sums
 from rich.console import Console
 from safetensors.numpy import save_file
 
@@ -40,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def copied(run: Path, place: Path) -> Path:
-    return Path(shutil.copytree(run, place))
+    return drop_sums(Path(shutil.copytree(run, place)))
 
 
 def unfinished(run: Path, place: Path) -> Path:

@@ -69,13 +69,28 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 
 FORKING = """
-import json, os, sys
+import json, os, signal, sys
 import pfedla.cli, pfedla.runs.run, sklearn.datasets, torch._dynamo
+def kill_at(last, folder):  # before this operation on a file of the folder; of a line half may be written
+    left, writes = [last], os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    def count(event, args):
+        changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir") or event == "open" and args[2] & writes
+        if changes and str(args[0]).startswith(folder):
+            left[0] -= 1
+            if left[0] == -1:
+                if str(args[0]).endswith("rounds.jsonl"):
+                    with open(args[0], "a") as file:
+                        file.write('{"round": ')
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count)
 for line in sys.stdin:
     pid = os.fork()
     if not pid:
         os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        sys.argv = ["pfedla", "run", *json.loads(line)]
+        words, *point = json.loads(line)
+        sys.argv = ["pfedla", "run", *words]
+        if point:
+            kill_at(*point)
         pfedla.cli.main()
         os._exit(0)
     print(pid, flush=True)
@@ -86,7 +101,7 @@ for line in sys.stdin:
 def cut_short(parent: subprocess.Popen[str], said: Path, words: list[str], after: str, seconds: float) -> None:
     """Fork a run (to import everything takes longer than most lives), wait until it says `after`; kill it later."""
     said.write_text("")
-    print(json.dumps(words), file=parent.stdin, flush=True)
+    print(json.dumps([words]), file=parent.stdin, flush=True)
     pid = int(parent.stdout.readline())
     while after not in said.read_text():
         os.kill(pid, 0)  # raises if it has ended
@@ -117,6 +132,40 @@ def test_killed_at_twenty_random_moments_and_resumed_each_time(name: str, tmp_pa
     assert len(set(reached)) > 10  # most lives came further than the one before
     succeed(*run, "--out", cut, "--resume", "--quiet")
     assert numbers(cut) == numbers(whole)
+
+
+def run_until(parent: subprocess.Popen[str], words: list[str], *point: object) -> int:
+    """Fork a run that is killed at an operation on a file, if it comes so far; return how it ended."""
+    print(json.dumps([words, *point]), file=parent.stdin, flush=True)
+    parent.stdout.readline()
+    return int(parent.stdout.readline())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "every"), [("fedrep", 11), ("pfedla", 7)])
+def test_killed_before_every_file_operation_and_again_while_it_resumes(name: str, every: int, tmp_path: Path) -> None:
+    """Of all operations every so many: EVERY_POINT=1 takes each."""
+    every, whole, said = int(os.environ.get("EVERY_POINT", every)), tmp_path / "whole", tmp_path / "said"
+    quick = ("--local-epochs", "2", "--rounds", "3", "--checkpoint-every", "1", "--quiet", "--resume")
+    run = ["-a", name, *FAULTY, *quick, "--out"]
+    words = [sys.executable, "-c", FORKING, str(said)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert run_until(parent, [*run, str(whole)]) == 0, said.read_text()
+        point, end = 0, signal.SIGKILL
+        while end == signal.SIGKILL:
+            place = tmp_path / str(point)
+            if point % 2:  # made beforehand
+                place.mkdir()
+            end = run_until(parent, [*run, str(place)], point, str(place))
+            if end == signal.SIGKILL:
+                run_until(parent, [*run, str(place)], point // 2, str(place))
+            assert run_until(parent, [*run, str(place)]) == 0, (point, said.read_text())
+            assert numbers(place) == numbers(whole), point
+            assert {path.name for path in place.rglob("*")} == {path.name for path in whole.rglob("*")}, point
+            shutil.rmtree(place)
+            point += every
+        parent.stdin.close()
+    assert point > 40
 
 
 @pytest.mark.slow
@@ -233,6 +282,48 @@ def test_what_cannot_be_resumed_is_refused_and_stays(pfedla: Any, tmp_path: Path
     assert pfedla("run", "nowhere", "--resume")[0] == 2
 
 
+def test_what_a_resumed_run_had_to_put_up_with_is_kept_though_it_is_quiet(pfedla: Any, tmp_path: Path) -> None:
+    """A damaged checkpoint and line, and another torch; what a killed process left is removed."""
+    run, quick = tmp_path / "r", ("--checkpoint-every", 1, "-q", "--out", "r")
+    assert pfedla("run", *TINY, "--rounds", 4, *quick)[0] == 0
+    assert "warnings" not in json.loads((run / "result.json").read_text())
+    whole = (run / "environment.json").read_text()
+    (run / "environment.json").write_text(whole.replace('"torch": "', '"torch": "0.'))
+    (run / "checkpoints" / "round-4.safetensors").write_bytes(b"damaged")
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    (run / "rounds.jsonl").write_text("\n".join([lines[0], lines[1][:-9] + "#", *lines[2:]]) + "\n")
+    stale = [run / ".result.json.1.part", run / "models" / ".a.2.part", run / "checkpoints" / "round-1.safetensors"]
+    for path in stale:
+        path.touch()
+    shutil.copy(run / "checkpoints" / "round-3.json", run / "checkpoints" / "round-1.json")
+    assert pfedla("run", "r", "--resume", "--rounds", 5, "-q")[0] == 0
+    said = json.loads((run / "result.json").read_text())["warnings"]
+    for what in ("torch", "round 4", "missing, curves leave them out: 2"):
+        assert sum(what in line for line in said) == 1, (what, said)
+    assert saved_rounds(run) == [4, 5]
+    assert not any(path.exists() for path in stale)
+    kept = json.loads((run / "environment.json").read_text())
+    assert (kept["torch"], kept["continued_on"]) == ("0." + json.loads(whole)["torch"], [json.loads(whole)])
+    assert pfedla("run", "r", "--resume", "--rounds", 6, "-q")[0] == 0  # the warnings stay, and none comes twice
+    assert {*said} - {*json.loads((run / "result.json").read_text())["warnings"]} == set()
+    assert json.loads((run / "environment.json").read_text()) == kept
+    assert pfedla("report", "r")[0] == 0
+    assert said[-1] in (run / "report.html").read_text()
+
+
+def test_a_folder_that_was_made_beforehand_can_always_be_resumed(pfedla: Any, tmp_path: Path, monkeypatch) -> None:
+    run = ("run", *TINY, "--rounds", 1, "-q", "--resume", "--out")
+    for name in ("empty", "cut"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cut" / "federation.json").write_text("{}")  # an older version wrote it before the experiment
+    with monkeypatch.context() as broken:
+        broken.setattr("pfedla.runs.run.Run._create_engine", lambda run: 1 / 0)
+        assert "ZeroDivisionError" in pfedla(*run, "empty")[2]
+    assert [*(tmp_path / "empty").glob("[!.]*")] == []  # so that another experiment can have it
+    for name in ("empty", "cut"):
+        assert pfedla(*run, name)[0] == 0
+
+
 def test_other_data_are_refused(pfedla: Any, tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(60, 5)), draws.integers(0, 3, 60)
@@ -242,6 +333,8 @@ def test_other_data_are_refused(pfedla: Any, tmp_path: Path) -> None:
     x[3, 3] += 1e-3
     np.savez(tmp_path / "own.npz", x=x, y=y)
     assert pfedla(*run, "--rounds", 2, "--resume")[0] == 2
+    code, _, err = pfedla("evaluate", "r", "--client", 0)  # the classes are as they were
+    assert (code, "own.npz has changed" in err) == (2, True)
 
 
 @pytest.mark.slow

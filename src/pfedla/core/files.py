@@ -5,19 +5,22 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
-from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.errors import PfedlaError, first_line, shown
 
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 Tensors = dict[str, Any]  # of torch
-LARGEST_JSON = 64 * 2**20  # bytes
+RUN_PLACES = ("*", "models/*", "checkpoints/*", "joined/*", "joined/*/*")
+LARGEST_JSON, LARGEST_TOML = 2**26, 2**24  # bytes
 
 
 def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
@@ -36,17 +39,41 @@ def read_plain_array(file: IO[bytes], size: int, name: str) -> npt.NDArray[Any]:
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def read_object(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
-    """Read a JSON file that holds one object: no NaN, no Infinity, nothing that could not be written again."""
+def read_bytes(path: Path, limit: int) -> bytes:
     check_size(path, limit)
     try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
-        json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise PfedlaError(f"{path}: cannot be read ({error})") from None
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse strict JSON, nested to a bounded depth; raise ValueError for what could not be written again, as NaN."""
+    found = from_json(content, allow_inf_nan=False)
+    json.dumps(found, allow_nan=False)  # 1e999 is read as infinity
+    return found
+
+
+def read_object(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file that holds one object."""
+    try:
+        content = parse_json(read_bytes(path, limit))
+    except PfedlaError:
+        raise
+    except ValueError as error:
         raise PfedlaError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise PfedlaError(f"{path} is damaged: it holds {shown(content)}")
     return content
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_bytes(path, LARGEST_TOML).decode("utf-8"))
+    except PfedlaError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise PfedlaError(f"{path} is not valid TOML: {first_line(error)}") from None
 
 
 def check_size(path: Path, limit: float = math.inf) -> None:
@@ -55,6 +82,14 @@ def check_size(path: Path, limit: float = math.inf) -> None:
         raise PfedlaError(f"{path}: cannot be read ({'not a file' if path.exists() else 'it does not exist'})")
     if (size := path.stat().st_size) > limit:
         raise PfedlaError(f"{path} is damaged: it has {size} bytes, at most {limit} are read")
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder in which a link leads out of it: another file would be read or written in its place."""
+    home = os.path.realpath(folder)
+    for path in (path for places in RUN_PLACES for path in folder.glob(places)):
+        if path.is_symlink() and not os.path.realpath(path).startswith(home + os.sep):
+            raise PfedlaError(f"{path} is a link out of the run folder; replace it by the file itself")
 
 
 def safe_name(text: str) -> str:
@@ -68,13 +103,24 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sum_files(folder: Path, *patterns: str) -> dict[str, str]:
+    """Return the SHA-256 of the files that fit, by their names in the folder."""
+    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in found}
+
+
 def write_whole(path: Path, write: Callable[[Path], object], *, to_disk: bool = True) -> None:
-    """Replace a file with all of its new content, or leave it as it was; `to_disk` waits for the disk."""
+    """Replace a file, or a link, with all of its new content, or leave it; `to_disk` waits for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may write at once
-    write(temporary)
-    if to_disk:
-        _sync(temporary)
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)  # it could be a link
+    try:
+        write(temporary)
+        if to_disk:
+            _sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if to_disk:
         _sync(path.parent)
 

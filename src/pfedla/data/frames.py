@@ -50,6 +50,7 @@ def dataset_of_frame(
     frame.columns = [str(column) for column in frame.columns]
     if not len(frame):
         raise PfedlaError(f"{name}: the table has no rows")
+    _check_text(name, frame)
     labels = [] if "y" in given else _find_labels(name, frame, data.label)
     client = "" if "client" in given else data.client if data.client != AUTO else "client"
     dropped = [] if data.drop == AUTO else [one.strip() for one in data.drop.split(",")]
@@ -70,6 +71,15 @@ def dataset_of_frame(
     x, vocabulary = encode(name, features, columns)
     dataset = dataset_of(name, x, **given, task=task, columns=columns, vocabulary=vocabulary)
     return dataset if kept.all() else dataset.keep(kept)
+
+
+def _check_text(name: str, frame: "DataFrame") -> None:
+    """Refuse names and words that no file could hold: a Python object may be half of a surrogate pair."""
+    for label, column in frame.items():
+        try:
+            "".join([str(label), *(cell for cell in column if isinstance(cell, str))]).encode()
+        except UnicodeEncodeError:
+            raise PfedlaError(f"{name}: column {label!r} holds text that is not valid Unicode") from None
 
 
 def _find_labels(name: str, frame: "DataFrame", label: str) -> list[str]:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from pfedla import __version__
 from pfedla.core.errors import PfedlaError, invalid
+from pfedla.core.files import parse_json
 from pfedla.core.settings import Section
 from pfedla.data.dataset import Column
 from pfedla.data.federation import Outline
@@ -21,6 +22,7 @@ from pfedla.runs.build import Built, build_around
 from pfedla.runs.experiment import Experiment
 
 Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 OUTLINE = ("shape", "classes", "mean", "std", "names", "targets")
 JSON = (*OUTLINE, "keys", "class_counts", "columns", "scaling", "exclude")
 
@@ -38,7 +40,7 @@ class Deployment(Section):
     min_clients: Annotated[int, Field(ge=1)] = 1  # that must be online: with fewer a round waits, then the run stops
     wait: Seconds = 300.0  # for clients: for all of them at the start, later for min_clients
     round_timeout: Seconds = 3600.0  # until a round continues without clients that do not answer
-    shape: tuple[Annotated[int, Field(ge=1)], ...] | dict[str, tuple[int, ...]]  # of an example
+    shape: Sizes | dict[str, tuple[int, ...]]  # of an example
     classes: tuple[str, ...]
     targets: tuple[str, ...] = ()  # the outputs of a task without classes
     task: str = "classification"
@@ -55,7 +57,7 @@ class Deployment(Section):
     @field_validator(*JSON, mode="before")
     @classmethod
     def _read_json(cls, value: Any) -> Any:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value.encode()) if isinstance(value, str) else value
 
     def to_run_config(self) -> dict[str, Any]:
         """Return nested values, as in pyproject.toml. Flower takes no lists: they become JSON."""

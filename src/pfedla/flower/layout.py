@@ -7,7 +7,6 @@ DIR/README.md       the commands (commands.md, filled in)
 """
 
 import shutil
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import tomli_w
 
 from pfedla import __version__
 from pfedla.core.errors import PfedlaError, shown
+from pfedla.core.files import parse_toml
 from pfedla.core.settings import AUTO
 from pfedla.data.dataset import strata_names
 from pfedla.flower import FLOWER_SWITCHES
@@ -103,12 +103,14 @@ def write_app(app: Path, deployment: Deployment) -> None:
 
 
 def read_deployment(folder: Path) -> Deployment:
+    path = folder / "app" / "pyproject.toml"
     try:
-        text = (folder / "app" / "pyproject.toml").read_text(encoding="utf-8")
-        config = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = parse_toml(path)["tool"]["flwr"]["app"]["config"]
+        return Deployment.from_run_config(config)
+    except PfedlaError as error:
         raise PfedlaError(f"{folder} is not a deployment ({error}); see deploy init") from None
-    return Deployment.from_run_config(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PfedlaError(f"{path} is damaged: {error}; see deploy init") from None
 
 
 def write_flower_config(home: Path, address: str, ca: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from pfedla.core.errors import PfedlaError, Stopped
+from pfedla.core.files import read_object
 from pfedla.flower.layout import write_flower_config
 from pfedla.flower.server_app import END, LOG, RUN_NAME, beside
 from pfedla.report.reading import Metric, read_rounds, task_of_run
@@ -165,6 +166,6 @@ def run_locally(
                 status = federation.flwr("list", "--run-id", str(run))["runs"][0]["status"]
                 if status.startswith("finished") and not end.exists():  # its process was killed
                     raise PfedlaError(f"the run has ended ({status}); see {federation.logs / 'superlink.log'}")
-    if problem := json.loads(end.read_text(encoding="utf-8"))["error"]:
+    if problem := read_object(end).get("error"):
         raise PfedlaError(problem)
     collect_models(folder, run_folder)

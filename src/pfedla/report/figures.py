@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pfedla.core.files import write_whole
 from pfedla.report import reading
 from pfedla.report.methods import MethodTable
 from pfedla.report.reading import Alpha, Array, Metric, Values
@@ -50,8 +51,10 @@ def save(figure: Any, path: Path, caption: str = "") -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     words: Values = {"pdf": {"Subject": caption, "CreationDate": None}, "svg": {"Description": caption, "Date": None}}
+    kind = path.suffix[1:].lower()
+    how: Values = {"format": kind, "dpi": 150, "metadata": words.get(kind, {"Description": caption})}
     with rc_context({"svg.hashsalt": "pfedla"}):
-        figure.savefig(path, dpi=150, metadata=words.get(path.suffix[1:].lower(), {"Description": caption}))
+        write_whole(path, lambda part: figure.savefig(part, **how), to_disk=False)
     return path
 
 
@@ -67,7 +70,7 @@ def draw_run(run: Path) -> list[Path]:
     """Draw all figures of one run; return their paths."""
     result, alpha = reading.read_result(run / "result.json"), reading.read_alpha(run)
     title = escape_math(f"{result['algorithm']} on {where(result)}, seed {result['seed']}")
-    figures = {"learning_curve": _draw_learning_curve(reading.read_rounds(run), title, Metric.of(result))}
+    figures = {}
     if alpha is not None:
         names = reading.client_names(run)
         neighbours = reading.read_experiment(run)["algorithm"].get("neighbours", "all")
@@ -83,6 +86,8 @@ def draw_run(run: Path) -> list[Path]:
             above = f"Weight that honest clients give to the attackers ({who}): mean and range\n{title}"
             ylabel = "weight on the attackers"
             figures["attackers"] = _draw_by_layer(alpha, taken, len(attackers), title=above, ylabel=ylabel)
+    # The last: where it is, all are.
+    figures["learning_curve"] = _draw_learning_curve(reading.read_rounds(run), title, Metric.of(result))
     return [save(figure, run / f"{name}.png") for name, figure in figures.items()]
 
 

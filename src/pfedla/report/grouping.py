@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pfedla.core.files import read_object
 from pfedla.report import reading
 from pfedla.report.methods import MethodTable
 from pfedla.report.reading import Values, flatten
@@ -27,7 +26,7 @@ class Group:
         """Add a run, unless the seed has another federation here, or the method has this seed."""
         seed, row = result["seed"], self.rows.get(method, Row(result["algorithm"]))
         # Where a server does not know the fingerprint, the federation equals no other.
-        fingerprint = read_object(run / "federation.json").get("fingerprint") or str(run)
+        fingerprint = reading.read_federation(run).get("fingerprint") or str(run)
         if self.prints.get(seed, fingerprint) != fingerprint or any(one["seed"] == seed for one in row.results):
             return False
         self.rows[method], self.prints[seed] = row, fingerprint

@@ -21,7 +21,7 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import pdist, squareform
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_object
+from pfedla.core.files import read_object, refuse_links, write_text
 from pfedla.report import reading
 from pfedla.report.grouping import group_runs
 from pfedla.report.reading import MIB, SPREAD, Array, Metric, Values, honest_part
@@ -43,7 +43,7 @@ ATTACKED = "Some clients attack on purpose. Scores are of the honest ones."
 def write_page(runs: Sequence[Path], path: Path) -> Path:
     page = render_page(collect_page_data(runs))  # first: a folder that does not exist is refused, not made
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
 
 
@@ -61,6 +61,8 @@ def render_page(data: Values) -> str:
 
 def collect_page_data(runs: Sequence[Path]) -> Values:
     """Return everything that the page's script draws."""
+    for run in runs:
+        refuse_links(run)
     experiments = [reading.read_experiment(run) for run in runs]
     shown = []
     for run, experiment in zip(runs, experiments, strict=True):
@@ -100,7 +102,7 @@ def _name_runs(runs: Sequence[Values]) -> list[str]:
 
 
 def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
-    federation, lines = read_object(run / "federation.json"), reading.read_rounds(run)
+    federation, lines = reading.read_federation(run), reading.read_rounds(run)
     result = reading.read_result(run / "result.json") if (run / "result.json").exists() else None
     last: Values = result or (lines[-1] if lines else {})
     setting = {"subset": "", "leaked_test_share": 0, "overlapping": False} | experiment["data"] | federation
@@ -123,7 +125,8 @@ def _collect_run(run: Path, experiment: Values, num_runs: int) -> Values:
     found |= {"names": names, "federation": drawn}
     found["alpha"] = _collect_alpha(run, names, known, PAGE_WEIGHTS // num_runs)
     found |= {"failures": last.get("failures", {}), "experiment": (run / "experiment.toml").read_text(encoding="utf-8")}
-    found["environment"] = read_object(run / "environment.json") if (run / "environment.json").exists() else {}
+    machine = read_object(run / "environment.json") if (run / "environment.json").exists() else {}
+    found["environment"] = {key: one if isinstance(one, str) else json.dumps(one) for key, one in machine.items()}
     found |= {"finished": result is not None, "final": _summarise(last) if last else None}
     if result:
         return found | _collect_result(result, names, known)
@@ -184,7 +187,7 @@ def _collect_alpha(run: Path, names: list[str], counts: Array | None, weights: i
         orders["by label distribution"] = order_by_labels(counts)
     if kept:
         orders["by weights"] = order_by_weights(alpha.values[-1])
-    levels = np.clip(np.rint(alpha.values[kept] * LEVELS), 0, LEVELS).astype("<u2")
+    levels = np.rint(np.clip(alpha.values[kept], 0, 1) * LEVELS).astype("<u2")
     found = {"layers": alpha.layers, "snapshots": len(alpha.rounds), "names": names, "orders": orders}
     found["self"] = {"rounds": alpha.rounds} | {name: one.round(4).T.tolist() for name, one in over_clients.items()}
     found["rounds"] = [alpha.rounds[position] for position in kept]

@@ -1,23 +1,21 @@
 """Read run folders without torch: result.json, rounds.jsonl, alpha.safetensors, federation.json. Formats 1 to 3."""
 
-import json
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, ValidationError, create_model
-from pydantic_core import from_json
+from pydantic import ConfigDict, FailFast, Field, ValidationError, create_model
 from safetensors import SafetensorError, safe_open
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import read_object
+from pfedla.core.files import check_size, parse_json, parse_toml, read_bytes, read_object, sha256
 
 Array = npt.NDArray[Any]
 Values = dict[str, Any]
 MIB = 2**20
+LARGEST_LINES, LARGEST_ALPHA = 2**28, 2**29  # bytes of rounds.jsonl and of alpha.safetensors
 SPREAD = ("mean", "std", "p10", "worst")  # over clients
 Share = Annotated[float, Field(ge=0, le=1)]
 Score = Annotated[float, Field(allow_inf_nan=False)]
@@ -47,7 +45,8 @@ _Result = _shape(
     | {"baseline": _shape({"name": str, "score": _PerClient}) | None}
     | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
     | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
-    | {"tuned_trials": (Count, 0), "norm_bounds": (Values, {}), "excluded": (dict[str, Round], {})}
+    | {"tuned_trials": (Count, 0), "warnings": (list[str], []), "norm_bounds": (Values, {})}
+    | {"excluded": (dict[str, Round], {})}
     | {"attackers": (list[Any], []), "honest": (_shape(_SCORES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(
@@ -57,6 +56,15 @@ _Round = _shape(
     | {"score": _Spread, "score_after_training": Score | None}
     | {"honest": (_shape({"score": _Spread}) | None, None)}
 )
+_Counts = Annotated[list[Annotated[list[Count], FailFast()]], FailFast()]
+_Names = Annotated[list[str], FailFast()]
+_Federation = _shape({"clients": _Names, "classes": _Names, "train": _Counts, "test": (_Counts, [])})
+_Experiment = _shape(
+    {"seed": Count, "rounds": Round, "algorithm": _shape({"name": str})}
+    | {"data": _shape({"dataset": str, "partition": str}), "training": (Values, {})}
+)
+_Alpha = _shape({"layers": list[str], "rounds": Annotated[list[Count], FailFast()]})
+_Sums = _shape({"sha256": (dict[str, str], {})})
 _OLD_TASK = {"name": "classification", "metric": "accuracy", "higher_is_better": True, "percent": True}
 _KNOWN = {  # metric -> its label, whether higher is better, whether it is shown as a percentage
     "accuracy": ("accuracy", True, True),
@@ -162,6 +170,20 @@ def task_of_run(run: Path) -> Values:
     return task
 
 
+def check_sum(run: Path, name: str) -> None:
+    """Refuse a file of a finished run that is not as the run left it; old results hold no checksums."""
+    result = run / "result.json"
+    if not result.exists():
+        return
+    content = read_object(result)
+    _check(_Sums.model_validate, content, result)
+    if (expected := content.get("sha256", {}).get(name)) is None:
+        return
+    check_size(run / name)
+    if sha256(run / name) != expected:
+        raise PfedlaError(f"{run / name} is damaged or was changed: its SHA-256 is not the one in {result.name}")
+
+
 def _check(validate: Callable[[Any], Any], content: Any, path: Path) -> None:
     try:
         validate(content)
@@ -170,8 +192,21 @@ def _check(validate: Callable[[Any], Any], content: Any, path: Path) -> None:
         raise PfedlaError(f"{path} is damaged: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
 
 
+def read_federation(run: Path) -> Values:
+    """Return federation.json with its clients, classes and counts checked."""
+    path = run / "federation.json"
+    content = read_object(path)
+    _check(_Federation.model_validate, content, path)
+    check_sum(run, path.name)
+    known = {len(content["clients"])}, {len(content["classes"])}
+    for counts in (content["train"], content.get("test", [])):
+        if counts and ({len(counts)}, {*map(len, counts)}) != known:
+            raise PfedlaError(f"{path} is damaged: its counts are not of its clients and classes")
+    return content
+
+
 def client_names(run: Path) -> list[str]:
-    return list(read_object(run / "federation.json")["clients"])
+    return list(read_federation(run)["clients"])
 
 
 def read_result(path: Path) -> Values:
@@ -183,12 +218,18 @@ def read_result(path: Path) -> Values:
     return content
 
 
-def _parse_line(line: str) -> Any:
-    content = from_json(line)
+def _parse_line(line: bytes) -> Any:
+    content = parse_json(line)
     return upgrade(content) if isinstance(content, dict) else content
 
 
-def round_of(line: str) -> int | None:
+def split_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file that end; a last one that is still being written, or was cut off, is left out."""
+    content = read_bytes(path, LARGEST_LINES) if path.exists() else b""
+    return content.split(b"\n")[:-1]
+
+
+def round_of(line: bytes) -> int | None:
     """Return the round of a line of rounds.jsonl; None for a line that was cut off or is damaged."""
     try:
         return int(_Round.model_validate(_parse_line(line)).round)
@@ -198,15 +239,14 @@ def round_of(line: str) -> int | None:
 
 def read_rounds(run: Path) -> list[Values]:
     """Return the evaluated rounds so far. A last line that is still being written is left out."""
-    path = run / "rounds.jsonl"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    try:
-        found = [_parse_line(line) for line in lines]
-    except ValueError as error:
-        raise PfedlaError(f"{path} is damaged: {error}") from None
-    for content in found:
+    path, found = run / "rounds.jsonl", []
+    for number, line in enumerate(split_lines(path), 1):
+        try:
+            content = _parse_line(line)
+        except ValueError as error:
+            raise PfedlaError(f"{path} is damaged: line {number}: {error}") from None
         _check(_Round.model_validate, content, path)
+        found.append(content)
     return found
 
 
@@ -226,21 +266,31 @@ def read_alpha(run: Path) -> Alpha | None:
     path = run / "alpha.safetensors"
     if not path.exists():
         return None
+    check_size(path, LARGEST_ALPHA)
+    check_sum(run, path.name)
     try:
         with safe_open(path, framework="numpy") as file:
-            layers = json.loads(file.metadata()["layers"])
-            return Alpha(file.get_tensor("alpha"), layers, file.get_tensor("rounds").tolist())
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            layers = parse_json(file.metadata()["layers"].encode())
+            alpha, rounds = file.get_tensor("alpha"), file.get_tensor("rounds").tolist()
+        _check(_Alpha.model_validate, {"layers": layers, "rounds": rounds}, path)
+        shape = (len(rounds), alpha.shape[1], len(layers), alpha.shape[1])
+        if alpha.shape != shape or 0 in shape or not np.isfinite(alpha).all():
+            raise ValueError(f"weights of shape {alpha.shape}, or not finite")
+    except PfedlaError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise PfedlaError(f"{path} is damaged: {error!r:.200}") from None
+    return Alpha(alpha, layers, rounds)
 
 
 def read_experiment(run: Path) -> Values:
     """Return experiment.toml as it was written, but with the algorithm's present name."""
-    try:
-        experiment = tomllib.loads((run / "experiment.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PfedlaError(f"{run} is not a run folder: experiment.toml: {error}") from None
-    if experiment.get("algorithm", {}).get("rule") == "held-out":  # in format 1 this rule was an option of pfedla
+    path = run / "experiment.toml"
+    if not path.exists():
+        raise PfedlaError(f"{run} is not a run folder: it has no {path.name}")
+    experiment = parse_toml(path)
+    _check(_Experiment.model_validate, experiment, path)
+    if experiment["algorithm"].get("rule") == "held-out":  # in format 1 this rule was an option of pfedla
         experiment["algorithm"]["name"] = "pfedla-heldout"
     return experiment
 

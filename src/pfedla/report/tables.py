@@ -80,6 +80,7 @@ def warnings(results: Sequence[Values]) -> list[str]:
     if "attackers" in first:
         attack = f"{len(first['attackers'])} of {first['clients']} clients attack"
         lines.append(f"{attack}. Scores are of the honest ones.")
+    lines += dict.fromkeys(warning for result in results for warning in result.get("warnings", []))
     return lines
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from pfedla.core.files import write_text
 from pfedla.core.layers import Layers
 from pfedla.core.models import model_for, outline
 from pfedla.core.rounds import plan_traffic
@@ -251,7 +252,7 @@ def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
         return site_results.write_site_tables(summary, folder)
     made = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}
     for name, make in made.items():
-        (folder / name).write_text(make(summary, paper), encoding="utf-8")
+        write_text(folder / name, make(summary, paper))
     return [folder / name for name in made]
 
 

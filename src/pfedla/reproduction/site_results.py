@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from pfedla.core.files import write_text
 from pfedla.report.figures import FORMATS, escape_math, panels, save
 from pfedla.report.methods import MethodTable, show_difference, show_interval
 from pfedla.report.reading import Metric
@@ -161,7 +162,7 @@ def to_latex(summary: Summary) -> str:
 def write_site_tables(summary: Summary, folder: Path) -> list[Path]:
     made = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}
     for name, make in made.items():
-        (folder / name).write_text(make(summary), encoding="utf-8")
+        write_text(folder / name, make(summary))
     return [folder / name for name in made]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from pfedla.algorithms import ALGORITHMS, NamedClass, default_options, register, short_name
 from pfedla.core.errors import GaveUpError, NotApplicableError, PfedlaError, shown, unknown
-from pfedla.core.files import safe_name, write_text
+from pfedla.core.files import read_object, safe_name, write_text
 from pfedla.data.federation import Federation
 from pfedla.data.sources import load_data
 from pfedla.report.figures import draw_comparison
@@ -221,8 +221,8 @@ def add_finished(root: Path, rows: dict[str, Row], say: Callable[[str], None]) -
         row.results.append(result)
         row.folders.append(folder)
     try:
-        before = list(json.loads((root / "comparison.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # it was stopped before it had a table
+        before = list(read_object(root / "comparison.json"))
+    except PfedlaError:  # it was stopped before it had a table
         before = []
     return [rows[label] for label in dict.fromkeys([*before, *rows]) if label in rows]
 

@@ -1,5 +1,6 @@
 """An experiment is data: a strict TOML file, or the same as options. Imports no torch: the command line needs it."""
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from pfedla.core import settings
 from pfedla.core.errors import PfedlaError, invalid, shown
+from pfedla.core.files import parse_toml
 from pfedla.core.settings import AUTO, Natural, Option, Positive, Section
 from pfedla.data.partition import Data
 
@@ -71,7 +73,10 @@ class Experiment(Section):
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         try:
+            json.dumps(values, ensure_ascii=False, default=str).encode()
             return cls.model_validate(values)
+        except UnicodeEncodeError as error:  # the name of a file, as the system has it
+            raise PfedlaError(f"{shown(error.object)}: a name is not valid Unicode; rename it") from None
         except ValidationError as error:
             section, *inner = map(str, error.errors()[0]["loc"])
             known = cls().model_dump()
@@ -143,10 +148,7 @@ def _drop_removed(section: dict[str, Any]) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read an experiment file, or the one in a run folder (also of format 1)."""
     path = path / "experiment.toml" if path.is_dir() else path
-    try:
-        return upgrade(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise PfedlaError(f"{path}: no experiment file: {error}") from None
+    return upgrade(parse_toml(path))
 
 
 def gather(file: Path | None, options: Mapping[str, Any], sets: list[str], *, spread: bool = False) -> dict[str, Any]:

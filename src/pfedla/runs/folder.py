@@ -22,13 +22,13 @@ from pfedla import __version__
 from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import InUseError, PfedlaError
-from pfedla.core.files import read_object, read_tensors, safe_name, sha256, write_text, write_whole
+from pfedla.core.files import read_object, read_tensors, refuse_links, safe_name, sha256, write_text, write_whole
 from pfedla.core.objectives import CLASSIFICATION, Objective
 from pfedla.core.rounds import Traffic, Trend
 from pfedla.core.trees import leaves, map_tree
 from pfedla.data.federation import Federation, Outline
 from pfedla.data.partition import split_statistics
-from pfedla.report.reading import Count, flatten, read_result, round_of
+from pfedla.report.reading import Count, flatten, read_result, round_of, split_lines
 from pfedla.runs.build import Built
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
 from pfedla.runs.trackers import IDS
@@ -36,6 +36,7 @@ from pfedla.runs.trackers import IDS
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
 FORMAT = 3  # of run folders; format 1 stored the whole experiment in place of its identity, 2 accuracy for score
+CONTINUED = "continued_on"  # in environment.json: every other environment in which the run was resumed
 LINES, ALPHA = "rounds.jsonl", "alpha.safetensors"
 SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
@@ -60,6 +61,7 @@ class RunFolder:
         """`from_round`: resume after this round, or the newest one before it that is kept; drop what came later."""
         self.path, self.reopened, self.from_round = path, resume and path.is_dir(), from_round
         self.excluded: dict[str, int | Literal["auto"]] = {}  # as `Experiment.exclude`, when it was reopened
+        self.warnings: list[str] = []  # of what may have changed the numbers; result.json keeps them
         if not self.reopened and from_round is not None:
             raise PfedlaError(f"there is no run in {path} that could go back to round {from_round}: name it, --resume")
         if not self.reopened:
@@ -74,13 +76,29 @@ class RunFolder:
         if not self.reopened and any(self.path.glob("[!.]*")):
             self._lock.release()
             raise InUseError(f"{self.path} was written to by another process; choose another folder with --out")
+        try:
+            refuse_links(self.path)
+        except PfedlaError:
+            self._lock.release()
+            raise
+        for place in ("", "models", "checkpoints"):
+            for part in (self.path / place).glob(".*.part"):  # of a process that was killed
+                part.unlink(missing_ok=True)
+        self._is_new = self._is_unused()
         return self
+
+    def _is_unused(self) -> bool:
+        """Return whether no run has begun here: the experiment is the first file of a run."""
+        return {path.name for path in self.path.glob("[!.]*")} <= {FEDERATION, ENVIRONMENT}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave nothing of a run that failed before anything was learned; say after a full disk what is safe."""
         rounds = self.checkpoints.rounds()
-        if error is not None and not self.reopened and not rounds and not (self.path / LINES).exists():
-            shutil.rmtree(self.path, ignore_errors=True)
+        if error is not None and self._is_new and not rounds and not (self.path / LINES).exists():
+            if self.reopened:  # the folder was there before
+                self._remove(EXPERIMENT, FEDERATION, ENVIRONMENT)
+            else:
+                shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
         if isinstance(error, (OSError, SafetensorError)):
             safe = f"the checkpoint after round {rounds[-1]} is whole: use --resume" if rounds else "nothing was saved"
@@ -90,8 +108,10 @@ class RunFolder:
     def begin(self, built: Built, say: Callable[[str], None]) -> dict[str, Any] | None:
         """Write what the run is, is made of and runs on, or check it; return the result of a finished run."""
         experiment = self.experiment = built.experiment
-        self.checkpoints = Checkpoints(self.path, experiment, say)
-        if not self.reopened:
+        self._say = say
+        self.checkpoints = Checkpoints(self.path, experiment, self.warn)
+        if self._is_new:
+            self._remove(FEDERATION, ENVIRONMENT)  # left by an older version that was killed between them
             write_text(self.path / EXPERIMENT, experiment.to_toml())
         elif (self.path / EXPERIMENT).exists():
             before = Experiment.parse(read_toml(self.path / EXPERIMENT))
@@ -105,7 +125,7 @@ class RunFolder:
                     return result
                 if not self.checkpoints.rounds():
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
-        elif any(self.path.glob("[!.]*")):
+        else:
             raise PfedlaError(f"{self.path} is not a run folder: it has no {EXPERIMENT}; choose another with --out")
         made_of = describe_federation(built.federation, built.algorithm.task.objective)
         made_of |= {"unseen": built.unseen.names} if built.unseen else {}
@@ -114,28 +134,50 @@ class RunFolder:
             if not (self.path / name).exists():
                 self.write_json(name, content)
         if self.reopened:
-            first, now = read_object(self.path / FEDERATION).get("fingerprint"), made_of["fingerprint"]
-            if first and now and first != now:  # a server may not know it
+            kept, now = read_object(self.path / FEDERATION), made_of["fingerprint"]
+            if kept.get("fingerprint") and now and kept["fingerprint"] != now:  # a server may not know it
                 raise PfedlaError(f"the data have changed since {self.path} was started; start in a new folder")
-            started_on = runs_on | read_object(self.path / ENVIRONMENT)  # an older one knows less
-            if changed := "; ".join(differences(started_on, runs_on)):
-                say(f"another environment than the run was started in ({changed}): the last bits may differ")
+            if kept != json.loads(json.dumps(made_of)):  # damaged, or of an older version
+                self.write_json(FEDERATION, made_of)
+            self._compare_environment(runs_on)
         return None
 
-    def prepare_resume(self, round: int, experiment: Experiment) -> None:
-        """Make the folder ready for the rounds after `round`. Nothing can be refused any more."""
-        self.experiment = experiment
-        (self.path / RESULT).unlink(missing_ok=True)  # a folder with a result is complete, so it goes first
-        (self.path / ALPHA).unlink(missing_ok=True)
+    def _compare_environment(self, runs_on: dict[str, Any]) -> None:
+        """Warn of another environment than the run was started in, and keep it beside the first."""
+        kept = read_object(self.path / ENVIRONMENT)
+        started_on = runs_on | {
+            key: value for key, value in kept.items() if key != CONTINUED
+        }  # an older one knows less
+        if changed := "; ".join(differences(started_on, runs_on)):
+            self.warn(f"another environment than the run was started in ({changed}): the last bits may differ")
+            others = list(kept.get(CONTINUED) or [])
+            if runs_on not in others:
+                self.write_json(ENVIRONMENT, kept | {CONTINUED: [*others, runs_on]})
+
+    def warn(self, line: str) -> None:
+        self._say(line)
+        self.warnings.append(line)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+    def prepare_resume(self, state: "RunState", experiment: Experiment) -> None:
+        """Make the folder ready for the rounds after those of `state`. Nothing can be refused any more."""
+        self.experiment, round = experiment, state.round
+        self._remove(RESULT, ALPHA)  # a folder with a result is complete, so it goes first
         if self.from_round is not None:
             self.checkpoints.drop_after(round)  # before experiment.toml says who is left out from the next round on
-            (self.path / IDS).unlink(missing_ok=True)  # those runs have later rounds, and forget nothing
+            self._remove(IDS)  # those runs have later rounds, and forget nothing
         write_text(self.path / EXPERIMENT, experiment.to_toml())
+        self.checkpoints.prune(state, keep_newer=True)
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
         path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        planned = {number for number in range(1, round + 1) if number % every == 0 or number == rounds}
-        write_text(path, "".join(f"{line}\n" for line in lines if round_of(line) in planned))
+        lines = {round_of(line): line.decode(errors="replace") for line in split_lines(path)}
+        planned = [number for number in range(1, round + 1) if number % every == 0 or number == rounds]
+        write_text(path, "".join(f"{lines[number]}\n" for number in planned if number in lines))
+        if missing := ", ".join(str(number) for number in planned if number not in lines):
+            self.warn(f"{path}: the lines of these rounds are damaged or missing, curves leave them out: {missing}")
 
     def add_line(self, line: dict[str, Any]) -> None:
         with (self.path / LINES).open("a", encoding="utf-8") as file:
@@ -204,6 +246,7 @@ class RunState(BaseModel):
     lengths: dict[int, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = {}  # by client: of its last updates
     norm_bounds: dict[int, float | Literal["off"]] = {}  # uploads.norm_bound by the first round that it is for
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds
+    warnings: list[str] = []  # of resuming: another environment, a damaged checkpoint, missing lines
 
     def note_bound(self, experiment: Experiment) -> str:
         """Record the bound of the next rounds; return what changed, if anything did."""
@@ -264,12 +307,17 @@ class Checkpoints:
             text = json.dumps({"sha256": _digest(stored), "state": stored}, indent=1, allow_nan=False)
             write_text(path.with_suffix(".json"), text + "\n")
         finally:  # newer ones could not be used, or the run would not have come here again; no part of a file is left
-            there = [round for round in self.rounds() if round <= state.round]
-            kept = {*there[-2:], *[round for round in there if round <= state.trend.good_round][-1:]}
-            whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
-            for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
-                other.unlink(missing_ok=True)
+            self.prune(state)
         self._saved_at, self._saved_round = time.monotonic(), state.round
+
+    def prune(self, state: RunState, *, keep_newer: bool = False) -> None:
+        """Remove all but the last two checkpoints up to the state's, and the last one of which the score was good."""
+        there = [round for round in self.rounds() if round <= state.round]
+        kept = {*there[-2:], *[round for round in there if round <= state.trend.good_round][-1:]}
+        kept |= {round for round in self.rounds() if keep_newer and round > state.round}
+        whole = {self.folder / f"round-{round}.{ending}" for round in kept for ending in ("json", "safetensors")}
+        for other in {*self.folder.glob("round-*"), *self.folder.glob(".round-*.part")} - whole:
+            other.unlink(missing_ok=True)
 
     def drop_after(self, last: int) -> None:
         for round in [round for round in reversed(self.rounds()) if round > last]:

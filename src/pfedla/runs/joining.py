@@ -15,7 +15,7 @@ import torch
 from pfedla.algorithms import check_joining, create
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
-from pfedla.core.files import safe_name, write_tensors, write_text
+from pfedla.core.files import safe_name, sum_files, write_tensors, write_text
 from pfedla.core.layers import stack
 from pfedla.core.rounds import DIVERGED, Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
 from pfedla.data.federation import Federation, digest_of
@@ -23,9 +23,18 @@ from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.report.reading import Metric
 from pfedla.runs.build import build_around
 from pfedla.runs.experiment import SITES, Experiment
-from pfedla.runs.folder import RESULT, Checkpoints, RunState, fresh_state, new_folder, plan_snapshots, write_alpha
+from pfedla.runs.folder import (
+    ALPHA,
+    RESULT,
+    Checkpoints,
+    RunState,
+    fresh_state,
+    new_folder,
+    plan_snapshots,
+    write_alpha,
+)
 from pfedla.runs.personal import JOINED, load_unseen, read_run
-from pfedla.runs.recognition import write_trained_on
+from pfedla.runs.recognition import TRAINED_ON, write_trained_on
 from pfedla.runs.run import Run
 
 
@@ -156,7 +165,13 @@ def join_run(
         raise PfedlaError(f"{folder} exists already and is never overwritten; give another --name")
     clients = stack([method.init_client()] * count) | {TRAINED: torch.zeros(count, dtype=torch.bool)}
     fresh = fresh_state(method, count, experiment.seed)
-    state, _ = Checkpoints(run, experiment, say).load_newest(fresh, clients) or (None, None)
+    warnings: list[str] = []
+
+    def warn(line: str) -> None:
+        say(line)
+        warnings.append(line)
+
+    state, _ = Checkpoints(run, experiment, warn).load_newest(fresh, clients) or (None, None)
     if state is None:
         raise PfedlaError(f"{run} holds no checkpoint that a client could join; run it again and keep the folder")
     joined = join(method, state, unseen, experiment, rounds)
@@ -176,5 +191,7 @@ def join_run(
         result["alpha"] = dict(zip(layers, joined.alphas[-1].tolist(), strict=True))
         taken = {"alphas": list(joined.alphas), "alpha_rounds": list(range(joined.rounds + 1))}
         write_alpha(folder, state.model_copy(update=taken), layers)
+    result |= {"warnings": warnings} if warnings else {}
+    result["sha256"] = sum_files(folder, "model.safetensors", ALPHA, TRAINED_ON)
     write_text(folder / RESULT, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")  # last
     return folder, result

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pfedla.core import models
 from pfedla.core.contracts import generator
 from pfedla.core.errors import PfedlaError, shown, unknown
-from pfedla.core.files import read_object, read_tensors, write_text
+from pfedla.core.files import read_object, read_tensors, refuse_links, write_text
 from pfedla.core.settings import AUTO
 from pfedla.core.tasks import load_tensors, task_of
 from pfedla.core.trees import Tree, take_rows
@@ -24,6 +24,7 @@ from pfedla.data.dataset import Array, Column, Dataset
 from pfedla.data.federation import Examples, Federation, Outline, build_federation, digest_of, federation_of_one
 from pfedla.data.scaling import Scaling
 from pfedla.data.sources import load_data
+from pfedla.report.reading import check_sum
 from pfedla.runs.build import choose_objective
 from pfedla.runs.experiment import SITES, Experiment, read_toml
 from pfedla.runs.folder import EXPERIMENT, FEDERATION, RESULT
@@ -155,6 +156,8 @@ def read_run(run: Path) -> tuple[Experiment, FederationFile]:
             inside = sorted(path.parent.name for path in run.glob(f"*/{RESULT}"))
             hint = f"; it holds runs: {', '.join(inside)}" if inside else ""
             raise PfedlaError(f"{run} is not a finished run: it has no {name}{hint}")
+    refuse_links(run)
+    check_sum(run, FEDERATION)
     try:
         federation = FederationFile.model_validate(read_object(run / FEDERATION))
     except ValidationError as error:
@@ -183,6 +186,7 @@ def load_personal(run: Path, client: str) -> PersonalClient:
             scaling = ScalingFile.model_validate(own_data["scaling"]).load()
         except ValidationError:
             raise PfedlaError(f"{about} is damaged: its scaling cannot be read") from None
+    check_sum(run / str(found) if is_joined else run, "model.safetensors" if is_joined else path)
     module = _load_module(run / path, experiment, outline)
     model = PersonalModel(module, outline, choose_objective(experiment, outline), scaling)
     name = client if is_joined else known.clients[int(found)]

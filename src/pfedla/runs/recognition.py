@@ -15,6 +15,7 @@ from pfedla.core.files import check_size, read_plain_array, write_whole
 from pfedla.core.trees import Tree, leaves, map_tree
 from pfedla.data.dataset import Array
 from pfedla.data.federation import Examples
+from pfedla.report.reading import check_sum
 
 TRAINED_ON = "trained_on.npy"
 REPEATED = 0.1  # of the test examples: where more are also trained on, content does not tell examples apart
@@ -53,6 +54,7 @@ def find_trained(folder: Path, x: Tree, client: int) -> Array | None:
     if not path.exists():  # a run of an older version
         return None
     check_size(path)
+    check_sum(folder, path.name)
     try:
         with path.open("rb") as file:
             hashes = read_plain_array(file, path.stat().st_size, path.name)

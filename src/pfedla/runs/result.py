@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pfedla.algorithms import short_name
 from pfedla.core.contracts import Algorithm, Params
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import write_tensors
+from pfedla.core.files import sum_files, write_tensors
 from pfedla.core.objectives import Objective, constant_outputs
 from pfedla.core.rounds import NO_ANSWER, Traffic, finite_mean, summarise
 from pfedla.core.tasks import load_tensors
@@ -18,9 +18,9 @@ from pfedla.data.dataset import Array
 from pfedla.data.federation import Federation, Outline
 from pfedla.report.figures import draw_run
 from pfedla.runs.build import Built
-from pfedla.runs.folder import FORMAT, RESULT, RunFolder, write_alpha
+from pfedla.runs.folder import ALPHA, FEDERATION, FORMAT, RESULT, RunFolder, write_alpha
 from pfedla.runs.prediction import PersonalModel, find_client
-from pfedla.runs.recognition import write_trained_on
+from pfedla.runs.recognition import TRAINED_ON, write_trained_on
 
 if TYPE_CHECKING:
     from pfedla.runs.run import Run
@@ -182,6 +182,7 @@ def write_results(run: "Run", folder: RunFolder, simulation: Simulation, result:
         from pfedla.runs.joining import join_unseen
 
         result["unseen"] = join_unseen(run, run.built.unseen, folder.path / "models")
+    result["sha256"] = sum_files(folder.path, FEDERATION, ALPHA, TRAINED_ON, "models/*.safetensors")
     folder.write_json(RESULT, result)
     if run.pictures:
         draw_run(folder.path)

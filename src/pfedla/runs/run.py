@@ -119,7 +119,8 @@ class Run:
             excluded = resolve_exclusions(experiment.exclude, self.built.federation.names, **how)
             self.built = self.built.exclude(excluded)
             self.experiment = experiment = self.built.experiment
-            self.folder.prepare_resume(self.state.round, experiment)
+            self.folder.prepare_resume(self.state, experiment)
+            self.state.warnings = list(dict.fromkeys([*self.state.warnings, *self.folder.warnings]))
             where = f"resuming after round {self.state.round}" if loaded else "no checkpoint yet, starting"
             self.say(f"{self.folder.path}: {where}")
             self.display.skip(self.state.round)
@@ -256,6 +257,8 @@ class Run:
                 self.result["excluded"] = self.experiment.exclude
             if self.state.trend.has_fallen and self.state.trend.suspects:
                 self.say(f"the score has not recovered{self._name_way_back({})}")
+            if self.state.warnings:
+                self.result["warnings"] = self.state.warnings
             if self.folder is not None:
                 write_results(self, self.folder, self.simulation, self.result)
         elif self.pictures and self.folder is not None and not (self.folder.path / "learning_curve.png").exists():

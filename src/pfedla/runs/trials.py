@@ -15,10 +15,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from pfedla.core.errors import PfedlaError
-from pfedla.core.files import write_text
+from pfedla.core.files import parse_json, write_text
 from pfedla.core.search import Choice, Range
 from pfedla.core.settings import Section
-from pfedla.report.reading import Metric, Values
+from pfedla.report.reading import Metric, Values, split_lines
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.folder import differences, new_folder
 
@@ -120,16 +120,15 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
+        whole = split_lines(path)
         try:
-            self.lines: list[Values] = [json.loads(line) for line in whole.splitlines()]
+            self.lines: list[Values] = [parse_json(line) for line in whole]
             self.asked = {line["method"]: line["asked"] for line in self.lines if "asked" in line}
             self.trials = [Trial.model_validate(line) for line in self.lines if "asked" not in line]
         except (ValueError, KeyError, TypeError) as error:  # also pydantic's ValidationError
             raise PfedlaError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
-        if whole != text:
-            write_text(path, whole)
+        if path.exists() and sum(map(len, whole)) + len(whole) < path.stat().st_size:
+            write_text(path, "".join(f"{line.decode()}\n" for line in whole))
 
     def add(self, line: Values) -> None:
         with self.path.open("a", encoding="utf-8") as file:
