@@ -61,7 +61,7 @@ _Names = Annotated[list[str], FailFast()]
 _Federation = _shape({"clients": _Names, "classes": _Names, "train": _Counts, "test": (_Counts, [])})
 _Experiment = _shape(
     {"seed": Count, "rounds": Round, "algorithm": _shape({"name": str})}
-    | {"data": _shape({"dataset": str, "partition": str}), "training": (Values, {})}
+    | {"data": _shape({"dataset": str, "partition": (str, "")}), "training": (Values, {})}
 )
 _Alpha = _shape({"layers": list[str], "rounds": Annotated[list[Count], FailFast()]})
 _Sums = _shape({"sha256": (dict[str, str], {})})
