@@ -8,15 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TinyNet, assert_same, budget, engine_for, make, play, received
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from pfedla import federation_of, simulate
 from pfedla.algorithms import create, partial, pfedla_heldout
 from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
-from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, count_sketch, draw_hash
+from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, MEASURED, count_sketch, draw_hash, watch_lengths
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState
+from pfedla.core.faults import choose_attackers
 from pfedla.core.models import build_model
 from pfedla.core.rounds import payload_bytes
+from pfedla.core.settings import Faults
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
 
@@ -242,3 +246,66 @@ def test_the_personal_model_may_be_the_average_of_the_trained_ones(federation: F
         for name, value in personal[client].items():
             expected = sum(w * one[name][client] for w, one in zip(weights, trained, strict=True))
             torch.testing.assert_close(value, expected)
+
+
+# Weights that notice
+
+
+def test_learning_is_reopened_when_the_updates_of_some_clients_become_long() -> None:
+    """More than a tenth of them, twice as long as usual; who was measured for a few rounds only does not count."""
+    everyone, usual = torch.arange(10), torch.linspace(1, 2, 10)
+    watch = {"length": torch.zeros(10), "rounds": torch.zeros(10)}
+    assert not any(watch_lengths(watch, everyone, usual) for _ in range(MEASURED))
+    torch.testing.assert_close(watch["length"], usual)
+    one, two = usual.clone(), usual.clone()
+    one[3], two[3:5] = 100.0, 100.0
+    assert not watch_lengths({n: v.clone() for n, v in watch.items()}, everyone, one)
+    few = {**watch, "rounds": torch.full((10,), MEASURED - 1.0)}
+    assert not watch_lengths({n: v.clone() for n, v in few.items()}, everyone, two)
+    assert not watch_lengths({n: v.clone() for n, v in watch.items()}, everyone, 1.9 * usual)
+    assert watch_lengths(watch, everyone, two)
+    assert not watch["length"].any()
+    assert not watch["rounds"].any()
+    alone = {"length": torch.ones(3), "rounds": torch.full((3,), 40.0)}
+    assert not watch_lengths(alone, torch.tensor([1]), torch.tensor([1.5]))
+    torch.testing.assert_close(alone["length"], torch.tensor([1, 1.025, 1]))  # it follows slowly
+    assert watch_lengths(alone, torch.tensor([1]), torch.tensor([2.1]))
+
+
+def test_when_learning_is_reopened_clients_hold_out_and_send_gradients_again(federation: Federation) -> None:
+    algorithm = make("pfedla-heldout", learning_rounds=1)
+    server = play(algorithm, federation, rounds=range(1, 4))[0][-1].server
+    everyone, sent = Cohort.everyone(federation.num_examples, 4, 0), {"hold out", HASH}
+    assert not algorithm.download(server, everyone).extras
+    server["watch"] |= {"length": torch.full((6,), 1e-6), "rounds": torch.full((6,), float(MEASURED))}
+    cohort, downloads, uploads = one_round(algorithm, federation, server, 4)
+    server = algorithm.aggregate(server, cohort, downloads, uploads)
+    for round, expected in ((5, sent), (6, set())):  # for one round, as at first
+        cohort, downloads, uploads = one_round(algorithm, federation, server, round)
+        assert downloads.extras.keys() == expected
+        before = algorithm.alpha(server)
+        server = algorithm.aggregate(server, cohort, downloads, uploads)
+        assert torch.equal(before, algorithm.alpha(server)) != bool(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.2, 0.4])
+def test_clients_that_turn_hostile_late_lose_their_weight(seed: int, share: float) -> None:
+    """At round 20 of 60, five rounds after the weights were frozen: the others end within two points."""
+    x, y = load_digits(return_X_y=True)
+    federation = federation_of((x / 16).astype("float32"), y, partition="dominant", clients=10, seed=seed)
+    faults = Faults(attack="sign-flip", attackers=share, attack_from=20)
+    attackers = choose_attackers(faults, 10, seed).tolist()
+    honest = [client for client in range(10) if client not in attackers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    clean, hit = (
+        simulate(federation, model, "pfedla-heldout", rounds=60, lr=0.05, seed=seed, faults=one)
+        for one in (None, faults)
+    )
+    assert hit.accuracy[honest].mean() > clean.accuracy[honest].mean() - 0.02
+    assert hit.alpha is not None
+    assert hit.alpha[honest][:, :, attackers].sum(-1).mean() < 0.05
+    assert not clean.failures

@@ -31,7 +31,7 @@ from pfedla.core.settings import Natural, Positive, Rate
 WIDTH = 100  # of the embedding and of the trunk's layers
 TRUNK_DEPTH = 3
 DAMPED_TRUNK = 0.1  # learning rate of trunk and embedding in a damped step, against the heads'
-FAR = 10.0  # a model so many times as long as is usual is left out; of honest clients none was longer than 1.5 times
+FAR = 3.0  # a model so many times as long as is usual is left out; of honest clients none was longer than 1.5 times
 CHUNK = 64  # clients whose weights are computed at once: their hypernetworks are copied for it
 # g[i, layer, j] = <delta_i, model_j> is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> by alpha.
 layer_gradient = inner_products

@@ -14,7 +14,7 @@ from pfedla.algorithms.partial import add_prefix, strip_prefix
 from pfedla.algorithms.pfedla import CHUNK, LearnedMix
 from pfedla.core.averaging import Averaging, robust_mean
 from pfedla.core.contracts import ClientState, Cohort, LocalData, LocalResult, Payload, ServerState, generator
-from pfedla.core.layers import Layers, Params, num_clients, repeat, rows_of, stack, take
+from pfedla.core.layers import Layers, Params, num_clients, repeat, row_norms, rows_of, stack, take
 from pfedla.core.search import Choice, Space
 from pfedla.core.settings import Natural, Positive
 
@@ -24,6 +24,8 @@ GRADIENT = "held-out gradient/"  # in an upload, by layer
 PRIME = 2**31 - 1
 AVERAGE, ROUNDS = "average/", "rounds in the average"  # in the private state: the moving average of the trained models
 DECAY = 8  # after n rounds, the last n/DECAY have two thirds of the weight
+RISEN = 2.0  # usual lengths: an update so long shows that what the client receives has become worse
+FOLLOW, MEASURED = 0.05, 5  # share by which the usual length follows; rounds until it is known
 SMALLEST_DISTANCE = 1e-4  # of models, against their norm, that is more than rounding
 Sketch = Positive | Literal["exact"]
 
@@ -59,9 +61,17 @@ class PFedLAHeldOut(LearnedMix):
         learning = torch.tensor(self.warm_up * (num_clients(server) + 1))  # the unseen client learns in all its rounds
         return {**super().admit(server, seed), "progress": {"uploads": learning}}
 
+    def init_server(self, num_clients: int, seed: int) -> ServerState:
+        # While the weights are frozen: how long each client's updates usually are, and in how many rounds it was
+        # measured; at how many uploads learning was reopened last.
+        watch = {"length": torch.zeros(num_clients), "rounds": torch.zeros(num_clients)}
+        watch["reopened"] = torch.zeros((), dtype=torch.int64)
+        return {**super().init_server(num_clients, seed), "watch": watch}
+
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        rounds = server["progress"]["uploads"].item() / num_clients(server)  # of a client, on average
-        frozen = self.learning_rounds != "all" and rounds >= self.warm_up + self.learning_rounds
+        uploads, reopened = server["progress"]["uploads"], server["watch"]["reopened"]
+        rounds, since = (count.item() / num_clients(server) for count in (uploads, reopened))  # of a client, on average
+        frozen = self.learning_rounds != "all" and rounds >= max(self.warm_up, since) + self.learning_rounds
         extras = {} if frozen else {HOLD_OUT: torch.ones(len(cohort.ids), dtype=torch.bool)}
         if not frozen and rounds >= self.warm_up:
             extras[HASH] = draw_hash(cohort.seed, cohort.round, len(self.task.layers)).expand(len(cohort.ids), -1, -1)
@@ -69,6 +79,16 @@ class PFedLAHeldOut(LearnedMix):
         if rounds >= self.warm_up or self.averaging == "mean":
             return payload
         return payload._replace(tensors=repeat(robust_mean(server["models"], self.averaging), len(cohort.ids)))
+
+    def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        is_frozen = HOLD_OUT not in downloads.extras
+        starts = self.starts(server, cohort, downloads) if is_frozen else {}
+        server = super().aggregate(server, cohort, downloads, uploads)
+        if is_frozen:
+            lengths = row_norms({name: value - starts[name] for name, value in uploads.tensors.items()})
+            if watch_lengths(server["watch"], cohort.ids, lengths):
+                server["watch"]["reopened"].copy_(server["progress"]["uploads"])
+        return server
 
     def held_out_share(self, download: Payload) -> float:
         return self.held_out if HOLD_OUT in download.extras else 0.0
@@ -135,6 +155,21 @@ class PFedLAHeldOut(LearnedMix):
             row = layer_rows(stack([gradient]), layers, layer)
             extras[GRADIENT + name] = count_sketch(row, constants, self.sketch)[0]
         return result._replace(upload=result.upload._replace(extras=extras))
+
+
+def watch_lengths(watch: Params, ids: Tensor, lengths: Tensor) -> bool:
+    """Return whether the updates of more than a tenth of these clients have become long; note what is usual, in place.
+
+    If so, what was usual is forgotten.
+    """
+    usual, rounds = watch["length"][ids], watch["rounds"][ids]
+    if int(((lengths > RISEN * usual) & (rounds >= MEASURED)).sum()) > len(ids) / 10:
+        watch["length"].zero_()
+        watch["rounds"].zero_()
+        return True
+    watch["length"][ids] = torch.lerp(usual, lengths, (1 / (rounds + 1)).clamp(min=FOLLOW))
+    watch["rounds"][ids] = rounds + 1
+    return False
 
 
 def widen(value: Tensor) -> Tensor:

@@ -137,12 +137,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_tensors(path: Path, expected: Tensors, *, finite: bool = True) -> Tensors:
-    """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta")."""
+def read_tensors(path: Path, expected: Tensors, *, finite: bool = True, optional: str = "") -> Tensors:
+    """Read tensors whose names, shapes and dtypes must be those of `expected` (which may be on "meta").
+
+    Those whose names begin with `optional` may be missing.
+    """
     check_size(path)
     try:
         with safe_open(path, framework="pt") as file:
-            for name in sorted(expected.keys() ^ set(file.keys())):
+            known = set(file.keys())
+            expected = {
+                n: value for n, value in expected.items() if n in known or not (optional and n.startswith(optional))
+            }
+            for name in sorted(expected.keys() ^ known):
                 what = "is missing" if name in expected else "does not belong there"
                 raise PfedlaError(f"{path}: tensor {name!r:.100} {what}")
             for name, wanted in expected.items():

@@ -362,14 +362,15 @@ class Checkpoints:
         check_same(self.run, Experiment.parse(upgrade(experiment)), self.experiment)
         tensors_path = path.with_suffix(".safetensors")
         alphas = torch.stack(fresh.alphas).expand(len(state.alpha_rounds), -1, -1, -1) if fresh.alphas else None
-        tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas))
+        # What a method's server did not keep yet in an older version starts fresh.
+        tensors = read_tensors(tensors_path, _flatten(fresh.server, clients, alphas), optional="server/")
         if sha256(tensors_path) != tensors_sha256:
             raise PfedlaError(f"{tensors_path} is damaged: its content does not match its checksum")
         # Clones: what was read may lie anywhere in memory, and kernels may round by how a tensor is aligned.
         tensors = {name: value.clone() for name, value in tensors.items()}
         state.alphas = list(tensors.get("alphas", ()))
         for group, part in fresh.server.items():
-            state.server[group] = {name: tensors[f"server/{group}/{name}"] for name in part}
+            state.server[group] = {name: tensors.get(f"server/{group}/{name}", value) for name, value in part.items()}
         self._saved_round = round
         return state, {name: tensors[f"clients/{name}"] for name in clients}
 
