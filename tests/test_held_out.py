@@ -307,5 +307,5 @@ def test_clients_that_turn_hostile_late_lose_their_weight(seed: int, share: floa
     )
     assert hit.accuracy[honest].mean() > clean.accuracy[honest].mean() - 0.02
     assert hit.alpha is not None
-    assert hit.alpha[honest][:, :, attackers].sum(-1).mean() < 0.05
+    assert hit.alpha[honest][:, :, attackers].sum(-1).mean() < share / 4
     assert not clean.failures
