@@ -252,7 +252,7 @@ def test_the_personal_model_may_be_the_average_of_the_trained_ones(federation: F
 
 
 def test_learning_is_reopened_when_the_updates_of_some_clients_become_long() -> None:
-    """More than a tenth of them, two and a half times as long as usual; who was measured for a few rounds only does not count."""
+    """More than a tenth of them, 2.5 times as long as usual; clients measured for a few rounds only do not count."""
     everyone, usual = torch.arange(10), torch.linspace(1, 2, 10)
     watch = {"length": torch.zeros(10), "rounds": torch.zeros(10)}
     assert not any(watch_lengths(watch, everyone, usual) for _ in range(MEASURED))

@@ -9,7 +9,7 @@ from torch import nn
 from pfedla import algorithms
 from pfedla.core import models
 from pfedla.core.contracts import Algorithm, generator
-from pfedla.core.errors import PfedlaError, check_affordable
+from pfedla.core.errors import PfedlaError, check_affordable, unknown
 from pfedla.core.faults import check_faults
 from pfedla.core.objectives import OBJECTIVES, Objective
 from pfedla.core.settings import AUTO, Auto
@@ -65,7 +65,10 @@ def check_federation(federation: object) -> None:
 
 def choose_objective(experiment: Experiment, federation: Outline) -> Objective:
     """Return what is learned: the experiment's task and metric; where they are "auto", the data set's."""
-    objective = OBJECTIVES[federation.task if experiment.task == AUTO else experiment.task]
+    task = federation.task if experiment.task == AUTO else experiment.task
+    if task not in OBJECTIVES:  # of a plan that was written elsewhere
+        raise unknown("task", task, OBJECTIVES)
+    objective = OBJECTIVES[task]
     known = datasets.KNOWN.get(experiment.data.dataset)
     metric = (known.metric if known else "") if experiment.metric == AUTO else experiment.metric
     return objective.with_headline(metric) if metric else objective
