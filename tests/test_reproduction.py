@@ -377,7 +377,7 @@ def test_every_grid_runs_for_two_rounds_on_small_data(name: str, tmp_path: Path)
         values["data"] |= {"dataset": "digits", "overlapping": False}
         values["data"] |= {"clients": 10} if values["data"]["clients"] == 100 else {}
         values |= {"model": "auto", "metric": "auto", "engine": {"compile": False}}
-        values["training"] |= {"lr": 0.05} | ({} if cell.experiment.tuned_trials else {"local_epochs": 3})
+        values["training"] |= {"lr": 0.05} | ({} if cell.experiment.tuned_trials else {"local_epochs": 4})
         one = Cell(cell.row, cell.column, cell.experiment.parse(values))
         small[one.folder] = one
     display = Counting()
