@@ -214,6 +214,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     run = (*TINY, "--rounds", 400, "--out", tmp_path / "r")
     with start(*run) as process:
         wait_for(process, "round 1")
+        os.killpg(process.pid, signal.SIGSTOP)  # it must not end before the second one begins
         second = command(*run, "--resume")
         assert (second.returncode, "another process" in second.stderr) == (2, True)
         os.killpg(process.pid, signal.SIGKILL)
