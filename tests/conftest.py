@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,14 @@ NOTHING = Payload({}, torch.empty(0, dtype=torch.bool))  # what a client is sent
 @pytest.fixture
 def federation() -> Federation:
     return toy_federation()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _keep_priority() -> Iterator[None]:
+    """A campaign that a test runs in this process leaves the tests after it their priority."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "nice", lambda step: 0)
+        yield
 
 
 @pytest.fixture
