@@ -129,6 +129,9 @@ def claims_table() -> str:
     lines.append(["HeurpFedLA loses less than a point to pFedLA", *retained, "`table1 table2`"])
     falling, own = [judge_heatmap(row) for row in RULES], [judge_layers(columns.values(), row) for row in RULES]
     lines.append(["The weights fall with the number of shared classes", *falling, "`figure_weight_heatmap`"])
+    similar = [judge_evolution(row) for row in RULES]
+    claim = "The target takes more from the same labels than from similar ones, and from these than from others"
+    lines.append([claim, *similar, "`figure_weight_evolution`"])
     lines.append(["Shallow layers are shared, deep layers personal", *own, "`table1 table2`"])
     best = [judge_neighbours(prefix) for prefix in ("", "held-out, ")]
     lines.append(["Five or seven neighbours are better than four, nine or all", *best, "`effect_of_neighbours`"])
@@ -142,6 +145,17 @@ def judge_heatmap(row: str) -> str:
         if panel.cells[0]["row"] == row:
             weights = average_by_distance(panel.map(summary["layers"][panel.cells[0]["column"]]))
             found.append(all(near > far for near, far in pairwise(weights[:4])))
+    return count_columns(found)
+
+
+def judge_evolution(row: str) -> str:
+    panels = [
+        panel for panel in collect_weights(read_results("figure_weight_evolution")) if panel.cells[0]["row"] == row
+    ]
+    found = []
+    for panel in panels:
+        _, *weights = (values[-1].mean() for values in panel.by_period().values())  # without the client's own
+        found.append(all(near > far for near, far in pairwise(weights)))
     return count_columns(found)
 
 

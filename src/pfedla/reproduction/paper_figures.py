@@ -80,7 +80,8 @@ def draw_heatmap(summary: Summary, paper: Paper) -> Any:
         weights = panel.map(layer)
         image = axis.imshow(weights, cmap="YlGnBu", vmin=0, interpolation="nearest")
         figure.colorbar(image, ax=axis, shrink=0.8)
-        axis.set(title=f"{panel.title} ({layer})", xlabel="sender", ylabel="receiver")
+        axis.set_title(f"{panel.title} ({layer})", fontsize=9)
+        axis.set(xlabel="sender", ylabel="receiver")
         axis.set(xticks=range(len(weights)), yticks=range(len(weights)))
     return figure
 
