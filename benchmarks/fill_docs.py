@@ -87,7 +87,7 @@ def choosing_table() -> str:
     for table, split in SPLITS.items():
         summary = read_results(table)
         cells = {(one["column"], one["row"]): one for one in summary["cells"] if one["seed"] == 0 and "score" in one}
-        for column in dict.fromkeys(column for column, _ in cells if column.endswith("")):
+        for column in dict.fromkeys(column for column, _ in cells):
             header.append(f"{column}, {split}")
             for row in summary["rows"]:
                 found = cells.get((column, row), {}).get("score")

@@ -269,7 +269,11 @@ def test_learning_is_reopened_when_the_updates_of_some_clients_become_long() -> 
     alone = {"length": torch.ones(3), "rounds": torch.full((3,), 40.0)}
     assert not watch_lengths(alone, torch.tensor([1]), torch.tensor([1.5]))
     torch.testing.assert_close(alone["length"], torch.tensor([1, 1.025, 1]))  # it follows slowly
-    assert watch_lengths(alone, torch.tensor([1]), torch.tensor([3.2]))
+    assert not watch_lengths(alone, torch.tensor([1]), torch.tensor([3.2]))  # one client alone is believed nothing
+    assert watch_lengths(alone, torch.tensor([0, 2]), torch.tensor([3.2, 3.2]))
+    still = {"length": torch.ones(3), "rounds": torch.full((3,), 40.0)}
+    assert not watch_lengths(still, torch.arange(3), torch.zeros(3))
+    assert still["length"].tolist() == [1, 1, 1]
 
 
 def test_when_learning_is_reopened_clients_hold_out_and_send_gradients_again(federation: Federation) -> None:

@@ -32,9 +32,7 @@ FIRST_ATTACK = 16  # of seed 0
 
 
 @pytest.fixture(autouse=True)
-def _accept_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one upload can spoil a run; and draw no pictures."""
-    monkeypatch.setattr("pfedla.core.rounds.LARGEST", 1e100)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)
 
 
@@ -177,7 +175,7 @@ class Round:
 
     def __init__(self, round: int, score: float | None, lengths: tuple[float, ...] = (1.0, 1.1, 0.9)) -> None:
         self.round, self.evaluation_failures = round, {}
-        self.lengths = {client: [1.0, length] for client, length in enumerate(lengths)}
+        self.moved = dict(enumerate(lengths))
         self.cohort = Cohort.everyone(torch.ones(len(lengths)), round, 0)
         scores = torch.tensor([score]) if score is not None else None
         self.evaluation = None if scores is None else ClientMetrics(scores, scores)

@@ -188,7 +188,8 @@ class LearnedMix(MixedModels):
     def _find_sound(self, server: ServerState) -> Tensor:
         """Return which models are finite and at most FAR times as long as the median, or as the initial model."""
         norms, (start,) = row_norms(server["models"]), row_norms(stack([self.share(self.task.initial())]))
-        usual = torch.maximum(norms.nanmedian(), start)  # a short model of an attacker makes no other one long
+        trained = norms[~torch.isclose(norms, start)]  # with few participants, most models are the initial one at first
+        usual = torch.maximum(trained.nanmedian(), start) if len(trained) else start  # short models make none long
         return norms.isfinite() & ((norms <= FAR * usual) | (usual == 0))
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:

@@ -158,12 +158,13 @@ class PFedLAHeldOut(LearnedMix):
 
 
 def watch_lengths(watch: Params, ids: Tensor, lengths: Tensor) -> bool:
-    """Return whether the updates of more than a tenth of these clients have become long; note what is usual, in place.
+    """Return whether the updates of two of these clients, and more than a tenth, have become long.
 
-    If so, what was usual is forgotten.
+    What is usual is noted in place, and forgotten if so. An update of length zero says nothing.
     """
+    ids, lengths = ids[lengths > 0], lengths[lengths > 0]
     usual, rounds = watch["length"][ids], watch["rounds"][ids]
-    if int(((lengths > RISEN * usual) & (rounds >= MEASURED)).sum()) > len(ids) / 10:
+    if int(((lengths > RISEN * usual) & (rounds >= MEASURED)).sum()) > max(1, len(ids) / 10):
         watch["length"].zero_()
         watch["rounds"].zero_()
         return True

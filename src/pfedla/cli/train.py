@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Train one method on a federation; leave a run folder with numbers, personal models and pictures.
 
-    Example: pfedla run -a pfedla -d fashion-mnist  --rounds 30 --set algorithm.neighbours=5
+    Example: pfedla run -a pfedla -d fashion-mnist --clients 10 --rounds 30 --set algorithm.neighbours=5
 
     Ctrl-C or SIGTERM stops it; `pfedla run RUN --resume` continues, and with more --rounds extends it.
     """

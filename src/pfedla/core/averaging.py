@@ -13,7 +13,7 @@ from torch import Tensor
 from pfedla.core.layers import Params, rows_of, take
 
 Averaging = Literal["mean", "trimmed", "median", "krum"]
-WRONG = 0.25  # share of the clients that `trimmed` and `krum` stand, rounded up, but never half
+WRONG = 0.25  # share of the clients that `trimmed` and `krum` tolerate, rounded up, but never half
 
 
 def robust_mean(stacked: Params, kind: Averaging) -> Params:
@@ -37,7 +37,7 @@ def robust_mean(stacked: Params, kind: Averaging) -> Params:
 
 
 def choose_central(stacked: Params, neighbours: int) -> Tensor:
-    """Return the row whose nearest others are nearest, and rows that equal it in that: two that are each other's."""
+    """Return the row whose nearest others are nearest, and its ties: two rows may be nearest to each other."""
     rows = (rows_of(value).double() for value in stacked.values() if value.is_floating_point())
     products = torch.stack([part @ part.T for part in rows]).sum(0)
     squares = products.diagonal()

@@ -27,7 +27,7 @@ MASK = "the mask of sent layers"
 EVALUATION_CHUNK = 64  # clients whose personal models are in memory at once
 MIB = 2**20
 LOST = 0.1  # of what the score has gained since its first value: with more lost, a round is no longer good
-UNUSUAL = 10.0  # usual lengths: a longer update is suspect, and so is every other of nearly the longest one's size
+UNUSUAL = 10.0  # usual lengths: a longer update is suspect, and so are others of at least a tenth of the longest
 Evaluated = tuple[ClientMetrics, dict[int, Failure]]  # metrics, and failures by client
 Lengths = dict[int, list[float]]  # by client: of its last accepted updates
 DEFAULTS = UploadSettings()
@@ -57,6 +57,7 @@ class Round(NamedTuple):
     seconds: dict[str, float]  # by phase, this round
     server: ServerState  # valid until the next round, which may write into it
     lengths: Lengths  # after it
+    moved: dict[int, float]  # by client: the length of its update in this round
 
 
 @contextmanager
@@ -124,6 +125,7 @@ def run_rounds(
             seconds=seconds,
             server=server,
             lengths=lengths,
+            moved=accepted.moved,
         )
 
 
@@ -218,9 +220,10 @@ class Trend:
 
     def follow(self, round: Round, *, higher_is_better: bool) -> "Trend":
         """Return the trend after one more round."""
-        lengths = {client: round.lengths[client][-1] for client in round.cohort.ids.tolist() if client in round.lengths}
-        median = statistics.median(lengths.values()) if lengths else 0.0
-        suspects = self.suspects or find_unusual(lengths, self.usual_length or median)  # later ones may follow a first
+        median = statistics.median(round.moved.values()) if round.moved else 0.0
+        suspects = self.suspects or find_unusual(
+            round.moved, self.usual_length or median
+        )  # later ones may follow a first
         score = None if round.evaluation is None else finite_mean(round.evaluation.score)
         if score is None:
             infinite = round.evaluation is not None and bool(round.evaluation.score.isinf().any())
@@ -253,6 +256,7 @@ class Accepted(NamedTuple):
     after_training: ClientMetrics
     num_bytes: int  # of all uploads that are well-formed, used or not
     lengths: Lengths  # the given ones, and those of these updates
+    moved: dict[int, float]  # by client: the lengths of these updates, without those of zero
 
 
 def accept(
@@ -272,7 +276,7 @@ def accept(
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
-        if isinstance(checked, Answer):
+        if isinstance(checked, Answer) and norm_bound != "off":
             checked = find_too_large(checked.upload.tensors, layers) or checked
         if isinstance(checked, Failure):
             failures[row] = checked
@@ -297,7 +301,9 @@ def accept(
     losses = torch.stack([answer.training_loss for answer in used]) if used else torch.empty(0)
     metrics = torch.tensor([(answer.score, answer.loss) for answer in used], dtype=torch.float64).view(-1, 2)
     found = (cohort.only(rows), downloads, uploads, losses, ClientMetrics(*metrics.T))
-    return Accepted(*found, num_bytes=num_bytes, lengths=lengths), {ids[row]: failures[row] for row in sorted(failures)}
+    return Accepted(*found, num_bytes=num_bytes, lengths=lengths, moved=kept), {
+        ids[row]: failures[row] for row in sorted(failures)
+    }
 
 
 def check_answer(answer: object, expected: Payload, *, is_share: bool = True) -> Answer | Failure:

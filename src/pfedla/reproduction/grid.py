@@ -94,10 +94,10 @@ class Cell:
 
 
 def resolve(experiment: Experiment) -> Values:
-    """Return all that decides the numbers of a run, as section.key -> value, defaults included."""
+    """Return what decides the numbers of an honest run, as section.key -> value, defaults included."""
     section = experiment.algorithm
     options = {"name": section.name, **algorithms.resolve_options(section.name, section.options)}
-    return flatten(experiment.model_dump(exclude=FREE) | {"algorithm": options})
+    return flatten(experiment.model_dump(exclude=FREE | {"uploads": True}) | {"algorithm": options})
 
 
 def home() -> Path:

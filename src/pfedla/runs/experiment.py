@@ -20,9 +20,9 @@ SITES = "sites"  # the data set of a deployment whose sites bring their own data
 # Options that are gone, with the defaults that older run folders wrote down.
 REMOVED = {"body_epochs": ("auto",), "joint_epochs": ("auto",), "embedding_size": ("auto", 100), "hidden_layers": (3,)}
 REMOVED["augment"] = (False,)
-# No part of what a run is: a finished run would have the same numbers with any of these, as long as no client fails.
-FREE: dict[str, Any] = {"tuned_trials": True, "exclude": True, "checkpoint": True, "engine": {"threads"}}
-FREE["uploads"] = {"norm_bound", "max_failed_rounds"}
+# No part of what a run is: its numbers are the same with any of these.
+FREE: dict[str, Any] = {"tuned_trials": True, "checkpoint": True, "engine": {"threads"}}
+FREE["uploads"] = {"max_failed_rounds"}
 
 
 class AlgorithmSection(Section):

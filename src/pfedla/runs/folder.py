@@ -31,13 +31,14 @@ from pfedla.data.partition import split_statistics
 from pfedla.report.reading import Count, flatten, read_result, round_of, split_lines
 from pfedla.runs.build import Built
 from pfedla.runs.experiment import Experiment, read_toml, upgrade
+from pfedla.runs.prediction import find_client
 from pfedla.runs.trackers import IDS
 
 RUNS = Path("runs")
 EXPERIMENT, RESULT, FEDERATION, ENVIRONMENT = ("experiment.toml", "result.json", "federation.json", "environment.json")
 FORMAT = 3  # of run folders; format 1 stored the whole experiment in place of its identity, 2 accuracy for score
 CONTINUED = "continued_on"  # in environment.json: every other environment in which the run was resumed
-LINES, ALPHA = "rounds.jsonl", "alpha.safetensors"
+LINES, ALPHA, CURVE = "rounds.jsonl", "alpha.safetensors", "learning_curve.png"
 SNAPSHOTS, SNAPSHOT_NUMBERS = 100, 2**26  # of alpha, at most; in all of them (256 MiB)
 SHOWN_NUMBERS = 2**20  # that are written again at every snapshot, for `pfedla watch`; more wait for the end
 
@@ -122,6 +123,11 @@ class RunFolder:
             if (self.path / RESULT).exists():
                 result = read_result(self.path / RESULT)
                 if result["rounds"] >= experiment.rounds and self.from_round is None:
+                    names = built.federation.names
+                    if late := {names[find_client(names, one)] for one in experiment.exclude} - self.excluded.keys():
+                        raise PfedlaError(
+                            f"{self.path} is finished: to leave out {', '.join(late)}, go back with --from"
+                        )
                     return result
                 if not self.checkpoints.rounds():
                     raise PfedlaError(f"{self.path} is finished and has no checkpoint to resume; start in a new folder")
@@ -165,15 +171,17 @@ class RunFolder:
     def prepare_resume(self, state: "RunState", experiment: Experiment) -> None:
         """Make the folder ready for the rounds after those of `state`. Nothing can be refused any more."""
         self.experiment, round = experiment, state.round
-        self._remove(RESULT, ALPHA)  # a folder with a result is complete, so it goes first
+        path, every, rounds = self.path / LINES, experiment.evaluate_every, experiment.rounds
+        lines = {round_of(line): line.decode(errors="replace") for line in split_lines(path)}  # may be refused
+        self._remove(RESULT, ALPHA, CURVE)  # a folder with a result is complete, so it goes first
+        for model in (self.path / "models").glob("client-*"):
+            model.unlink()
         if self.from_round is not None:
             self.checkpoints.drop_after(round)  # before experiment.toml says who is left out from the next round on
             self._remove(IDS)  # those runs have later rounds, and forget nothing
         write_text(self.path / EXPERIMENT, experiment.to_toml())
         self.checkpoints.prune(state, keep_newer=True)
         # Drop a line that was cut off, those of rounds that are run again, and that of a shorter run's last round.
-        path, every, rounds = self.path / LINES, self.experiment.evaluate_every, self.experiment.rounds
-        lines = {round_of(line): line.decode(errors="replace") for line in split_lines(path)}
         planned = [number for number in range(1, round + 1) if number % every == 0 or number == rounds]
         write_text(path, "".join(f"{lines[number]}\n" for number in planned if number in lines))
         if missing := ", ".join(str(number) for number in planned if number not in lines):
@@ -376,9 +384,15 @@ class Checkpoints:
 
 
 def check_same(run: Path, before: Experiment, now: Experiment) -> None:
-    """Refuse to resume a run whose identity differs."""
-    if what := "; ".join(differences(before.identity(), now.identity())):
+    """Refuse to resume a run whose identity differs, but for what guards it: the norm bound, and who is left out."""
+    if what := "; ".join(differences(_without_guards(before), _without_guards(now))):
         raise PfedlaError(f"Cannot resume {run}: settings differ ({what}). Use the original settings, or another --out")
+
+
+def _without_guards(experiment: Experiment) -> dict[str, Any]:
+    identity = experiment.identity()
+    uploads = {key: value for key, value in identity.pop("uploads", {}).items() if key != "norm_bound"}
+    return {key: value for key, value in identity.items() if key != "exclude"} | {"uploads": uploads}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

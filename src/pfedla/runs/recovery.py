@@ -29,7 +29,7 @@ def explain_way_back(
     text += f"likely cause: client {', '.join(who)}, by an unusually long update after it" if who else ""
     text += "" if who else "no update was so long that it says which client (CLIENT) spoiled it"
     last = max((round for round in rounds if round <= trend.good_round), default=0)
-    out = who or ["CLIENT"]  # beside those that are excluded already: who comes after `last` would take part again
+    out = who or ["CLIENT"]  # and those that were excluded later than `last`: they would take part again
     out += [name for name, start in excluded.items() if int(start) > last and name not in out]
     if run is None:
         return f"{text}. To start again without: exclude={dict.fromkeys(out, AUTO)}"
@@ -54,8 +54,9 @@ def resolve_exclusions(
     `before` is what the run had been asked for. What came into force up to `round` stays. `going_back` drops what was
     to come into force after it, unless it is asked for anew: as if the run had been stopped there.
     """
-    before = before or {}
-    asked = {names[find_client(names, client)]: start for client, start in asked.items()}
+    before, asked = (
+        {names[find_client(names, client)]: start for client, start in one.items()} for one in (before or {}, asked)
+    )
     found = {name: start for name, start in before.items() if start != AUTO and int(start) <= round}
     for name, start in {**before, **asked}.items():
         if start == AUTO:
