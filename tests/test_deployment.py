@@ -31,7 +31,7 @@ from flower_grid import check, deploy
 from pfedla.core.errors import PfedlaError
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import write_node_key
-from pfedla.flower.layout import plan_deployment, read_deployment, write_app
+from pfedla.flower.layout import plan_deployment, read_deployment, write_app, write_flower_config
 from pfedla.flower.processes import LocalFederation
 from pfedla.flower.server_app import END, LOG, beside
 from pfedla.report.reading import read_result
@@ -150,9 +150,28 @@ def methods(folder: Path) -> None:
             wait_for_end(one)
         federation.run("fedrep")
         wait_for_end(deployments[2])
+        outside(folder, federation)
         refusals(folder, federation)
     for one in deployments:
         check(one)
+
+
+def outside(folder: Path, federation: LocalFederation) -> None:
+    """Through the gate, with ca.crt, nobody lists, starts or registers anything; the control port is on loopback."""
+    home = federation.logs / "flower" / "outside"
+    home.mkdir()
+    write_flower_config(home, f"127.0.0.1:{federation.port}", folder / "sites" / "client-0" / "ca.crt")
+    key = folder / "sites" / "outside" / "client.key"
+    key.parent.mkdir()
+    write_node_key(key, "outside")
+    asked = (["list"], ["run", str(folder / "app")], ["supernode", "register", f"{key}.pub", "--name", "outside"])
+    for words in asked:
+        environment = {**os.environ, "FLWR_HOME": str(home)}
+        command = [str(Path(sys.executable).with_name("flwr")), *words, "--format", "json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert '"success": true' not in done.stdout, (words, done.stdout)
+    listening = [one.laddr for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert {one.ip for one in listening if one.port == federation.control_port} == {"127.0.0.1"}
 
 
 def refusals(folder: Path, federation: LocalFederation) -> None:
@@ -165,7 +184,7 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
         site = folder / "sites" / name
         shutil.copytree(folder / "sites" / "client-1", site, ignore=shutil.ignore_patterns("client.key*", "state"))
         write_node_key(site / "client.key", name)
-        if name == "registered":  # the control port is open to everybody
+        if name == "registered":  # by a user of the server: its control port is open to them
             federation.flwr("supernode", "register", str(site / "client.key.pub"), "--name", "client-1")
         federation.start_supernode(name, **{"partition-id": 1})
     federation.stop("client-2")

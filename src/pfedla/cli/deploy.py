@@ -29,7 +29,9 @@ def init(
     classes: Annotated[str | None, setup("With --shape: the number of classes (10), or their names (cat,dog).")] = None,
     pixels: Annotated[bool, setup("With --shape: uint8 images (default: floats).")] = False,
     host: Annotated[list[str] | None, setup("Name or address of the server; repeatable (default: 127.0.0.1).")] = None,
-    port: Annotated[int, setup("Port of the server.", min=1, max=65535)] = 9092,
+    port: Annotated[
+        int, setup("Port of the server: the gate's. The SuperLink takes the next.", min=1, max=65534)
+    ] = 9092,
     min_clients: Annotated[int, setup("Clients that must be online; else a round waits, then stops.", min=1)] = 1,
     wait: Annotated[float, setup("Seconds to wait: at first for all clients, then for --min-clients.", min=1)] = 300,
     round_timeout: Annotated[float, setup(TIMEOUT_HELP, min=1)] = 3600,
@@ -66,6 +68,24 @@ def init(
 
 
 @deploy_app.command()
+def gate(
+    folder: Folder,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port for the sites.", min=1, max=65535)] = 9092,
+    control_port: Annotated[int, typer.Option(help="Port of the SuperLink on loopback.", min=1, max=65535)] = 9093,
+) -> None:
+    """Run the only door of a deployment to the outside: it passes on what SuperNodes send, and nothing else.
+
+    The SuperLink listens on loopback behind it. Control calls, messages in another site's name and orders from one site
+    to another are refused, as are requests that are too large, too many or too slow.
+    """
+    _check_flower()
+    from pfedla.flower.gate import run_gate
+
+    run_gate(folder, host, port, control_port)
+
+
+@deploy_app.command()
 def local(
     folder: Folder,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training (default: the deployment's).")] = None,
@@ -73,7 +93,7 @@ def local(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Run a deployment on this machine: a SuperLink and all SuperNodes as processes on loopback, with TLS and keys.
+    """Run a deployment on this machine: SuperLink, gate and SuperNodes are processes on loopback, with TLS and keys.
 
     Leaves the run folder DIR/run (then DIR/run-2, …) as `pfedla run` does, with the sites' personal models in it. A
     site's own data are expected in DIR/sites/client-<i>/data.npz.

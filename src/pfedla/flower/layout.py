@@ -89,7 +89,7 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
         keys.append(write_node_key(site / "client.key", site.name))
         shutil.copy(server / "ca.crt", site)
     write_app(folder / "app", deployment.model_copy(update={"keys": tuple(keys)}))
-    write_flower_config(server / "flower", f"{hosts[0]}:{port}", server / "ca.crt")
+    write_flower_config(server / "flower", f"{LOOPBACK[0]}:{port + 1}", server / "ca.crt")
     commands = describe_commands(folder, deployment, hosts[0], port)
     (folder / "README.md").write_text(commands, encoding="utf-8")
     return commands
@@ -124,7 +124,14 @@ def describe_commands(folder: Path, deployment: Deployment, host: str, port: int
     brings_own = deployment.experiment.data.dataset == SITES
     lines = read_template("commands.md").splitlines()
     chosen = [line.removeprefix("own:") for line in lines if brings_own or not line.startswith("own:")]
-    values = {"folder": folder, "host": host, "port": port, "deployment": deployment, "clients": len(deployment.keys)}
+    values = {
+        "folder": folder,
+        "host": host,
+        "port": port,
+        "control_port": port + 1,
+        "deployment": deployment,
+        "clients": len(deployment.keys),
+    }
     values["exports"] = " ".join(f"{key}={value}" for key, value in FLOWER_SWITCHES.items())
     values["kind"] = "uint8" if deployment.mean else "float"
     values["classes"] = shown(deployment.classes)

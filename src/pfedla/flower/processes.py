@@ -1,4 +1,4 @@
-"""A deployment on this machine: SuperLink and SuperNodes as processes on loopback, with TLS and keys."""
+"""A deployment on this machine: SuperLink, gate and SuperNodes as processes on loopback, with TLS and keys."""
 
 import json
 import os
@@ -34,12 +34,13 @@ class LocalFederation:
         self.folder = folder.resolve()
         self.sites = [f"client-{client}" for client in range(clients)]
         self.database = ":flwr-in-memory:"  # a file lasts when the SuperLink restarts, at twice the cost
-        self.port = find_free_port()
+        self.control_port, self.port = find_free_port(), find_free_port()  # of the SuperLink, of the gate
         self.logs = self.folder / "logs"
         self.processes: dict[str, psutil.Popen] = {}
 
     def start_all(self) -> None:
         self.start_superlink()
+        self.start_gate()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.register, self.sites))
         for site in self.sites:
@@ -47,17 +48,26 @@ class LocalFederation:
 
     def start_superlink(self) -> None:
         server = self.folder / "server"
-        words = ["--host", LOOPBACK, "--port", str(self.port), "--database", self.database, "--enable-supernode-auth"]
+        words = ["--host", LOOPBACK, "--port", str(self.control_port), "--database", self.database]
+        words += ["--enable-supernode-auth"]
         words += ["--disable-runtime-dependency-installation", "--ssl-ca-certfile", str(server / "ca.crt")]
         words += ["--ssl-certfile", str(server / "server.crt"), "--ssl-keyfile", str(server / "server.key")]
         self.start("superlink", "flower-superlink", *words)
-        write_flower_config(self.logs / "flower" / "superlink", f"{LOOPBACK}:{self.port}", server / "ca.crt")
+        write_flower_config(self.logs / "flower" / "superlink", f"{LOOPBACK}:{self.control_port}", server / "ca.crt")
+        self._wait_for("superlink", self.control_port)
+
+    def start_gate(self) -> None:
+        words = ["--host", LOOPBACK, "--port", str(self.port), "--control-port", str(self.control_port)]
+        self.start("gate", "pfedla", "deploy", "gate", str(self.folder), *words)
+        self._wait_for("gate", self.port)
+
+    def _wait_for(self, name: str, port: int) -> None:
         end = time.monotonic() + PATIENCE
         while True:
-            with suppress(OSError), socket.create_connection((LOOPBACK, self.port), timeout=1):
+            with suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
                 return
-            if self.processes["superlink"].poll() is not None or time.monotonic() > end:
-                raise PfedlaError(f"the SuperLink does not start; see {self.logs / 'superlink.log'}")
+            if self.processes[name].poll() is not None or time.monotonic() > end:
+                raise PfedlaError(f"the {name} does not start; see {self.logs / f'{name}.log'}")
             time.sleep(0.2)
 
     def start_supernode(self, name: str, **config: Any) -> None:
