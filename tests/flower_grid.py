@@ -40,7 +40,7 @@ class LoopbackGrid:
         self.absent: Absent = lambda client, round: False
         self.change: Change = lambda client, message: message
         sites = [deployment.folder.parent / "sites" / f"client-{client}" for client in range(len(deployment.keys))]
-        self.config: list[dict[str, Any]] = [{"state": str(site / "state")} for site in sites]
+        self.config: list[dict[str, Any]] = [{"site": str(site), "state": str(site / "state")} for site in sites]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         keys = [(client, to_pem(key)) for client, key in enumerate(self.deployment.keys)]
@@ -86,7 +86,7 @@ def run_server(grid: LoopbackGrid, **changes: Any) -> list[str]:
     said: list[str] = []
     display = Display(grid.deployment.experiment.rounds, quiet=True)
     display.say = said.append  # type: ignore[method-assign]
-    serve(grid, grid.deployment, display)
+    serve(grid, flatten_dict(grid.deployment.to_run_config()), display)
     return said
 
 

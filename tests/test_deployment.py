@@ -186,9 +186,9 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
         write_node_key(site / "client.key", name)
         if name == "registered":  # by a user of the server: its control port is open to them
             federation.flwr("supernode", "register", str(site / "client.key.pub"), "--name", "client-1")
-        federation.start_supernode(name, **{"partition-id": 1})
+        federation.start_supernode(name)
     federation.stop("client-2")
-    federation.start_supernode("client-2", **{"partition-id": 0})  # its own key, another's data
+    federation.start_supernode("client-2", site=str(folder / "sites" / "client-0"))  # its own key, another's folder
     log = federation.logs / "client-2.log"
     wait_for(lambda: log.read_text().count("SuperNode ID: ") == 2, "the restart of client 2")
     federation.run("spoiled", **{"deployment.wait": 3.0})
@@ -198,7 +198,7 @@ def refusals(folder: Path, federation: LocalFederation) -> None:
     assert "Receiving" not in text, text
     said = read_log(deployment)
     assert re.search(r"node \d+ \('client-1'\)", said), said
-    assert all("partition-id" in text for text in (said, log.read_text()))
+    assert all("for client 2" in text for text in (said, log.read_text()))
     failures = read_result(deployment.folder / "result.json")["failures"]
     assert failures == {"1": {"not an upload": 3}, "2": {"no answer": 3}}
 

@@ -18,9 +18,10 @@ from flwr.common.config import flatten_dict
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.core.objectives import CLASSIFICATION
 from pfedla.flower.client_app import Site, reply
-from pfedla.flower.codec import HEADER_BYTES
+from pfedla.flower.codec import HEADER_BYTES, read_config
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.layout import describe_own_data, plan_deployment, write_deployment
+from pfedla.flower.orders import Signer, write_order_key
 from pfedla.report.reading import read_result
 from pfedla.runs.experiment import Experiment
 from pfedla.runs.personal import evaluate_personal, load_personal
@@ -148,15 +149,21 @@ def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Pat
     assert [value is None for value in result["score"]["per_client"]] == [True, True, True, True, False]
 
 
-def test_another_clients_partition_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_clients_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both logs have the reason, in one line whatever the site says."""
     grid = grid_of(tmp_path)
-    grid.config[1]["partition-id"] = "0\nfinished: all is well\x1b[2J"
+    grid.config[1]["site"] = grid.config[0]["site"]
+    grid.change = lambda client, message: add_line(message) if client == 1 else message
     said = run_server(grid)
-    assert "partition-id" in capsys.readouterr().err
-    assert any("partition-id" in line for line in said)
+    assert "for client 1" in capsys.readouterr().err
+    assert any("for client 1" in line for line in said)
     assert all(line.isprintable() for line in said)
     assert result_of(grid)["failures"] == {"1": {"no answer": 2}}
+
+
+def add_line(message: Message) -> Message:
+    message.content["config"]["refusal"] = f"{read_config(message.content)['refusal']}\nfinished: all is well\x1b[2J"
+    return message
 
 
 def own_file(
@@ -328,8 +335,39 @@ def test_a_site_checks_what_the_server_sends(tmp_path: Path) -> None:
         (lambda: message.content["config"].update({"run": "../../../etc/passw"}), "etc"),
     ):
         spoil()
-        assert key in str(reply(message, grid.context(0)).content.config_records["config"]["refusal"])
+        assert key in refusal(grid, message)
         message.content["tensors"] = good
+
+
+def refusal(grid: LoopbackGrid, message: Message, client: int = 0, *, signed: bool = True) -> str:
+    """Return why a site refuses a message, which the server signs anew."""
+    if signed:
+        plan = flatten_dict(grid.deployment.to_run_config())
+        Signer(grid.deployment.order_key, plan).sign(message.metadata.message_type, message.content)
+    return str(read_config(reply(message, grid.context(client)).content).get("refusal", ""))
+
+
+def test_a_site_obeys_only_signed_orders_for_itself_and_none_twice(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, rounds=1)
+    run_server(grid)
+    last = next(m for m in reversed(grid.sent) if m.metadata.dst_node_id == 100)
+    assert "before" in refusal(grid, last, signed=False)  # replayed
+    assert "for client 0" in refusal(grid, last, client=1)
+    assert not refusal(grid, last)
+    for change in (
+        lambda: put(last, lambda value: value + 1),
+        lambda: last.content["config"].update({"base": 0}),
+        lambda: last.content["config"].update({"order": 2**62}),
+        lambda: last.content["config"].update({"signature": b"x" * 64}),
+    ):
+        assert not refusal(grid, last)
+        change()
+        assert "not signed" in refusal(grid, last, signed=False)
+    assert not refusal(grid, last)
+    grid.deployment = grid.deployment.model_copy(update={"min_clients": 2})  # another plan
+    assert "not signed" in refusal(grid, last, signed=False)
+    (tmp_path / "fed" / "sites" / "client-0" / "server.pub").write_bytes(write_order_key(tmp_path / "other.key"))
+    assert "not signed" in refusal(grid, last)
 
 
 def test_a_deployment_refuses_what_makes_no_sense(tmp_path: Path) -> None:
@@ -365,7 +403,7 @@ def test_the_run_configuration_describes_the_deployment(tmp_path: Path) -> None:
 def test_private_keys_are_readable_by_their_owner_only_and_not_in_the_app(tmp_path: Path) -> None:
     deploy(tmp_path / "fed", DIGITS)
     keys = list((tmp_path / "fed").rglob("*.key"))
-    assert len(keys) == 5
+    assert len(keys) == 6
     assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
     app = [path for path in (tmp_path / "fed" / "app").rglob("*") if path.is_file()]
     assert all(path.suffix != ".key" and b"PRIVATE" not in path.read_bytes() for path in app)

@@ -1,6 +1,7 @@
 """The site's side of the Flower app, and what it keeps in its own folder. Only answers leave the site.
 
 STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
+STATE/<run>/last-order  the number of the server's last order: none is obeyed twice
 STATE/<run>/trained_on.npy  hashes of its training examples, for `pfedla evaluate`
 STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
     kept, enough for any of the server's checkpoints
@@ -12,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from pfedla.data.federation import Examples, build_federation, digest_of
 from pfedla.engines.client import Client, Split, keep_freed_memory, make_client
 from pfedla.flower.codec import CONFIG, METRICS, decode_download, encode_answer, read_config
 from pfedla.flower.deployment import Deployment
+from pfedla.flower.orders import ORDER, PUBLIC, check_signature, note_order
 from pfedla.runs.experiment import SITES
 from pfedla.runs.folder import describe_federation
 from pfedla.runs.personal import load_site
@@ -43,11 +45,13 @@ class Site:
     def __init__(self, deployment: Deployment, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
         """`config` comes with the server's message, `node` is the site's own --node-config."""
         self.num_clients, self.number, run = len(deployment.keys), int(config["client"]), str(config["run"])
-        claimed = node.get("partition-id", self.number)
-        if claimed != self.number:
-            raise PfedlaError(f"partition-id = {claimed}, but this node has the key of client {self.number}")
-        if not 0 <= self.number < self.num_clients or not re.fullmatch("[0-9a-f]{16}", run):
-            raise PfedlaError(f"the server sent an invalid client ({self.number}) or run ({run!r:.40})")
+        own = find_number(Path(str(node["site"])).expanduser() / "client.key.pub", deployment.keys)
+        if own != self.number:
+            raise PfedlaError(
+                f"this order is for client {self.number}, and this site has the key of client {own}: refused"
+            )
+        if not re.fullmatch("[0-9a-f]{16}", run):
+            raise PfedlaError(f"the server sent an invalid run ({run!r:.40})")
         state = node.get("state") or platformdirs.user_state_path("pfedla") / f"client-{self.number}"
         self.folder = Path(str(state)).expanduser().resolve() / run
         self.experiment, self.federation, algorithm, *_ = deployment.build()
@@ -148,6 +152,18 @@ class Site:
         write_text(self.folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+def find_number(path: Path, keys: Sequence[str]) -> int:
+    """Return which client has the public key at `path`."""
+    try:
+        own = path.read_text(encoding="utf-8").split()[:2]
+    except OSError as error:
+        raise PfedlaError(f"this site's public key cannot be read: {error}; `deploy init` writes it") from None
+    found = [number for number, key in enumerate(keys) if key.split()[:2] == own]
+    if not found:
+        raise PfedlaError(f"the key in {path} is none of this federation's")
+    return found[0]
+
+
 app = ClientApp()
 
 
@@ -157,10 +173,15 @@ app = ClientApp()
 def reply(message: Message, context: Context) -> Message:
     """Return the answer to any message. The site's log and the server get the same reason for a refusal."""
     try:
-        config = message.content.config_records[CONFIG]
+        config, kind = message.content.config_records[CONFIG], message.metadata.message_type
+        if "site" not in context.node_config:
+            raise PfedlaError('--node-config lacks site="/path", the folder that deploy init has made for this site')
+        own = Path(str(context.node_config["site"])).expanduser()
+        check_signature(own / PUBLIC, kind, message.content, context.run_config)
         site = Site(Deployment.from_run_config(context.run_config), config, context.node_config)
+        note_order(site.folder / "last-order", config[ORDER])
         answer = {MessageType.TRAIN: site.train, MessageType.EVALUATE: site.evaluate, MessageType.QUERY: site.join}
-        content = answer[message.metadata.message_type](message.content)
+        content = answer[kind](message.content)
     except PfedlaError as error:
         print(f"pfedla: {error}", file=sys.stderr, flush=True)
         content = RecordDict({CONFIG: ConfigRecord({"refusal": str(error)})})

@@ -6,10 +6,10 @@ upload, its `base`: the client continues from its private state after that round
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import torch
@@ -25,6 +25,7 @@ from pfedla.engines.client import one_thread
 from pfedla.flower.codec import CONFIG, decode_answer, encode_payload, measure, read_config, read_numbers
 from pfedla.flower.deployment import Deployment
 from pfedla.flower.keys import to_pem
+from pfedla.flower.orders import Signer
 
 POLL = 0.5  # seconds between two looks for replies
 JOINING = 120.0  # seconds for a client to answer when it is asked to join
@@ -44,9 +45,11 @@ class FlowerEngine:
     federation: Outline
     deployment: Deployment
     run: str  # what the sites call this run
+    plan: Mapping[str, Any]  # the run configuration, which the sites have too
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self._signer = Signer(self.deployment.order_key, self.plan)
         self._client_of = {to_pem(key): client for client, key in enumerate(self.deployment.keys)}
         self._base = torch.zeros(len(self.federation), dtype=torch.int64)
         self._wire = torch.zeros(len(WIRE), dtype=torch.int64)  # what training has sent, with headers
@@ -170,6 +173,8 @@ class FlowerEngine:
         """Send each client its message and collect what comes back in time."""
         timeout = self.deployment.round_timeout
         limit = min(JOINING, timeout) if kind == MessageType.QUERY else timeout
+        for content in contents.values():
+            self._signer.sign(kind, content)
         messages = [Message(content, nodes[client], kind, ttl=limit) for client, content in contents.items()]
         ids = list(self.grid.push_messages(messages)) if messages else []
         if len(ids) != len(messages):

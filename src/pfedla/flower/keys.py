@@ -30,12 +30,16 @@ def to_pem(openssh: str) -> bytes:
 
 
 def write_private(path: Path, style: to.PrivateFormat) -> ec.EllipticCurvePrivateKey:
-    """Write a new private key that only its owner can read, from the first moment on."""
+    """Write a new private key."""
     key = ec.generate_private_key(ec.SECP384R1())
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(key.private_bytes(to.Encoding.PEM, style, to.NoEncryption()))
+    write_secret(path, key.private_bytes(to.Encoding.PEM, style, to.NoEncryption()))
     return key
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can read, from the first moment on."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
 
 
 def write_node_key(path: Path, comment: str) -> str:

@@ -1,8 +1,9 @@
 """What `pfedla deploy init` writes: a Flower app, certificates and keys, and the commands to run it.
 
 DIR/app/            the Flower app: a pyproject.toml that holds the experiment; only this is sent to the sites
-DIR/server/         for the server: CA, certificate, their keys, and Flower's configuration (FLWR_HOME)
-DIR/sites/client-i/ for site i: its key and the CA's certificate; copy it there
+DIR/server/         for the server: CA, certificate, their keys, the key that signs orders, and Flower's configuration
+                    (FLWR_HOME)
+DIR/sites/client-i/ for site i: its key, the CA's certificate and the server's public key; copy it there
 DIR/README.md       the commands (commands.md, filled in)
 """
 
@@ -22,6 +23,7 @@ from pfedla.data.dataset import strata_names
 from pfedla.flower import FLOWER_SWITCHES
 from pfedla.flower.deployment import OUTLINE, Deployment
 from pfedla.flower.keys import to_general_name, write_certificates, write_node_key
+from pfedla.flower.orders import PRIVATE, PUBLIC, write_order_key
 from pfedla.runs.build import build
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.folder import new_folder
@@ -69,7 +71,8 @@ def plan_deployment(experiment: Experiment, own: dict[str, Any] | None, folder: 
         update = {"dataset": SITES, "partition": "client", "classes_limit": max(2, len(own["classes"]))}
         experiment = experiment.model_copy(update={"data": experiment.data.model_copy(update=update)})
         outline = {**own, "names": list(map(str, range(clients)))}
-    options |= {"version": __version__, "folder": folder / "run", "keys": outline["names"], **outline}
+    options |= {"version": __version__, "folder": folder / "run", "order_key": folder / "server" / PRIVATE}
+    options |= {"keys": outline["names"], **outline}
     deployment = Deployment(experiment=experiment, **options)
     if deployment.min_clients > len(deployment.keys):
         raise PfedlaError(f"--min-clients {deployment.min_clients}: there are {len(deployment.keys)} clients")
@@ -83,11 +86,13 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
     server, keys = folder / "server", []
     (server / "flower").mkdir(parents=True)
     write_certificates(server, list(names))
+    public = write_order_key(server / PRIVATE)
     for client in range(len(deployment.keys)):
         site = folder / "sites" / f"client-{client}"
         site.mkdir(parents=True)
         keys.append(write_node_key(site / "client.key", site.name))
         shutil.copy(server / "ca.crt", site)
+        (site / PUBLIC).write_bytes(public)
     write_app(folder / "app", deployment.model_copy(update={"keys": tuple(keys)}))
     write_flower_config(server / "flower", f"{LOOPBACK[0]}:{port + 1}", server / "ca.crt")
     commands = describe_commands(folder, deployment, hosts[0], port)

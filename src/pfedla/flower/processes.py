@@ -76,7 +76,7 @@ class LocalFederation:
         own = {"data": str(site / "data.npz")} if (site / "data.npz").exists() else {}
         words = ["--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", str(find_free_port())]
         words += ["--root-certificates", str(site / "ca.crt"), "--auth-supernode-private-key", str(site / "client.key")]
-        words += ["--node-config", _to_words({"state": str(site / "state"), **own, **config})]
+        words += ["--node-config", _to_words({"site": str(site), "state": str(site / "state"), **own, **config})]
         self.start(name, "flower-supernode", *words)
 
     def start(self, name: str, program: str, *words: str) -> None:

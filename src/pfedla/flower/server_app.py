@@ -2,7 +2,9 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -31,7 +33,7 @@ def main(grid: Grid, context: Context) -> None:
     problem, rounds = None, context.run_config.get("rounds")
     with Display(rounds if isinstance(rounds, int) else 0, log=beside(folder, LOG)) as display:
         try:
-            serve(grid, Deployment.from_run_config(context.run_config), display)
+            serve(grid, context.run_config, display)
         except BaseException as error:
             problem = str(error) if isinstance(error, PfedlaError) else repr(error)
             display.say(f"failed: {problem}")
@@ -45,8 +47,9 @@ def beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(f"{folder.name}{suffix}")
 
 
-def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
-    """Run the deployment's experiment with the clients behind the grid."""
+def serve(grid: Grid, plan: Mapping[str, Any], display: Display) -> None:
+    """Run the experiment of a plan (Flower's run configuration) with the clients behind the grid."""
+    deployment = Deployment.from_run_config(plan)
     built, path = deployment.build(), deployment.folder
     built = built.exclude(built.experiment.exclude | dict.fromkeys(deployment.exclude, AUTO))
     federation, experiment = built.federation, built.experiment
@@ -54,7 +57,8 @@ def serve(grid: Grid, deployment: Deployment, display: Display) -> None:
     if path.exists() and not deployment.resume:
         raise PfedlaError(f"{path} exists already and is never overwritten; set deployment.resume or another folder")
     name = (path / RUN_NAME).read_text(encoding="utf-8") if (path / RUN_NAME).exists() else secrets.token_hex(8)
-    engine = FlowerEngine(grid, built.algorithm, federation, deployment=deployment, run=name, say=display.say)
+    known: dict[str, Any] = {"deployment": deployment, "run": name, "plan": plan, "say": display.say}
+    engine = FlowerEngine(grid, built.algorithm, federation, **known)
     is_finished = (path / RESULT).exists() and read_result(path / RESULT)["rounds"] >= experiment.rounds
     is_finished = is_finished and not deployment.from_round
     if not is_finished:  # before there is a folder: a run that no client joins leaves none
