@@ -71,8 +71,8 @@ def init(
 def gate(
     folder: Folder,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port for the sites.", min=1, max=65535)] = 9092,
-    control_port: Annotated[int, typer.Option(help="Port of the SuperLink on loopback.", min=1, max=65535)] = 9093,
+    port: Annotated[int | None, typer.Option(help="Port for the sites (default: of deploy init).", min=1)] = None,
+    control_port: Annotated[int | None, typer.Option(help="Port of the SuperLink (default: the next).", min=1)] = None,
 ) -> None:
     """Run the only door of a deployment to the outside: it passes on what SuperNodes send, and nothing else.
 
@@ -81,8 +81,24 @@ def gate(
     """
     _check_flower()
     from pfedla.flower.gate import run_gate
+    from pfedla.flower.layout import read_ports
 
-    run_gate(folder, host, port, control_port)
+    ports = read_ports(folder)
+    run_gate(folder, host, port or ports["gate"], control_port or ports["superlink"])
+
+
+@deploy_app.command()
+def check(folder: Folder) -> None:
+    """Tell what of a deployment is open on the server: ports, keys, the certificate's age. Exit code 1 if too much."""
+    _check_flower()
+    from pfedla.flower.inspection import inspect
+
+    good, wrong = inspect(folder)
+    say(*good)
+    for problem in wrong:
+        say(f"error: {problem}")
+    if wrong:
+        raise typer.Exit(1)
 
 
 @deploy_app.command()

@@ -5,9 +5,12 @@ DIR/server/         for the server: CA, certificate, their keys, the key that si
                     (FLWR_HOME)
 DIR/sites/client-i/ for site i: its key, the CA's certificate and the server's public key; copy it there
 DIR/README.md       the commands (commands.md, filled in)
+
+server/units and a site's folder also hold systemd units (unit.service, filled in).
 """
 
 import shutil
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from pfedla.runs.build import build
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.folder import new_folder
 
+PORTS = "ports.toml"  # of the gate and the SuperLink, in DIR/server
+PRIVATE_FOLDER = 0o700
 LOOPBACK = ("127.0.0.1", "localhost")  # `deploy local` reaches the server there
 HALF_OF_BYTE = 127.5  # uint8 images are scaled to -1..1
 
@@ -84,16 +89,22 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
     names = dict.fromkeys(map(to_general_name, [*hosts, *LOOPBACK]))
     new_folder(folder, "choose another folder")
     server, keys = folder / "server", []
-    (server / "flower").mkdir(parents=True)
+    for path in (server / "flower", server / "units"):
+        path.mkdir(parents=True)
+    server.chmod(PRIVATE_FOLDER)
     write_certificates(server, list(names))
     public = write_order_key(server / PRIVATE)
     for client in range(len(deployment.keys)):
         site = folder / "sites" / f"client-{client}"
         site.mkdir(parents=True)
+        site.chmod(PRIVATE_FOLDER)
         keys.append(write_node_key(site / "client.key", site.name))
         shutil.copy(server / "ca.crt", site)
         (site / PUBLIC).write_bytes(public)
+        write_site_unit(site, f"{hosts[0]}:{port}")
     write_app(folder / "app", deployment.model_copy(update={"keys": tuple(keys)}))
+    (server / PORTS).write_text(tomli_w.dumps({"gate": port, "superlink": port + 1}), encoding="utf-8")
+    write_server_units(folder, port + 1)
     write_flower_config(server / "flower", f"{LOOPBACK[0]}:{port + 1}", server / "ca.crt")
     commands = describe_commands(folder, deployment, hosts[0], port)
     (folder / "README.md").write_text(commands, encoding="utf-8")
@@ -122,6 +133,49 @@ def write_flower_config(home: Path, address: str, ca: Path) -> None:
     connection = {"address": address, "root-certificates": str(ca.resolve())}
     config = {"superlink": {"default": "pfedla", "pfedla": connection}}
     (home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+
+
+def read_ports(folder: Path) -> dict[str, int]:
+    """Return the ports of the gate and the SuperLink."""
+    ports = parse_toml(folder / "server" / PORTS)
+    if not all(type(ports.get(name)) is int for name in ("gate", "superlink")):
+        raise PfedlaError(f"{folder / 'server' / PORTS} should name the ports of gate and superlink")
+    return ports
+
+
+def describe_superlink(server: Path, port: int, database: str) -> list[str]:
+    """Return the command that starts the SuperLink; only this machine reaches it."""
+    words = ["flower-superlink", "--host", LOOPBACK[0], "--port", str(port), "--database", database]
+    words += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+    words += ["--ssl-ca-certfile", f"{server}/ca.crt", "--ssl-certfile", f"{server}/server.crt"]
+    return [*words, "--ssl-keyfile", f"{server}/server.key"]
+
+
+def write_server_units(folder: Path, control_port: int) -> None:
+    server = folder.resolve() / "server"
+    home, units = str(server / "flower"), server / "units"
+    superlink = describe_superlink(server, control_port, f"{server}/state.db")
+    write_unit(units / "pfedla-superlink.service", "SuperLink", superlink, home, writable=server.parent)
+    gate = ["pfedla", "deploy", "gate", str(server.parent)]
+    write_unit(units / "pfedla-gate.service", "Gate", gate, home, after="pfedla-superlink.service", writable=server)
+
+
+def write_site_unit(site: Path, address: str) -> None:
+    place, state = f"/srv/{site.name}", "/srv/pfedla"  # at the site
+    node = ["flower-supernode", "--superlink", address, "--root-certificates", f"{place}/ca.crt"]
+    node += ["--auth-supernode-private-key", f"{place}/client.key", "--node-config"]
+    node += [f'\'site="{place}" state="{state}" data="/srv/mine.npz"\'']
+    write_unit(site / "pfedla-site.service", "Site", node, f"{state}/flower", writable=Path(state))
+
+
+def write_unit(path: Path, what: str, command: list[str], home: str, *, writable: Path, after: str = "") -> None:
+    """Write a systemd unit; the program is where this one is."""
+    program = Path(sys.executable).with_name(command[0])
+    switches = {**FLOWER_SWITCHES, "FLWR_HOME": home}
+    environment = "\n".join(f'Environment="{key}={value}"' for key, value in switches.items())
+    known = {"what": what, "after": after and f" {after}", "environment": environment, "writable": writable}
+    text = read_template("unit.service").format(command=" ".join([str(program), *command[1:]]), **known)
+    path.write_text(text, encoding="utf-8")
 
 
 def describe_commands(folder: Path, deployment: Deployment, host: str, port: int) -> str:

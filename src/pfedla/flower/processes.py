@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import read_object
-from pfedla.flower.layout import write_flower_config
+from pfedla.flower.layout import describe_superlink, write_flower_config
 from pfedla.flower.server_app import END, LOG, RUN_NAME, beside
 from pfedla.report.reading import Metric, read_rounds, task_of_run
 from pfedla.runs.interruption import Interruption
@@ -48,11 +48,7 @@ class LocalFederation:
 
     def start_superlink(self) -> None:
         server = self.folder / "server"
-        words = ["--host", LOOPBACK, "--port", str(self.control_port), "--database", self.database]
-        words += ["--enable-supernode-auth"]
-        words += ["--disable-runtime-dependency-installation", "--ssl-ca-certfile", str(server / "ca.crt")]
-        words += ["--ssl-certfile", str(server / "server.crt"), "--ssl-keyfile", str(server / "server.key")]
-        self.start("superlink", "flower-superlink", *words)
+        self.start("superlink", *describe_superlink(server, self.control_port, self.database))
         write_flower_config(self.logs / "flower" / "superlink", f"{LOOPBACK}:{self.control_port}", server / "ca.crt")
         self._wait_for("superlink", self.control_port)
 
