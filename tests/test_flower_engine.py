@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,22 @@ def test_a_failed_evaluation_is_counted_and_an_offline_site_is_not(tmp_path: Pat
     assert result["refused_uploads"] == 0
     assert any("client 3" in line and "train" in line for line in said)
     assert [value is None for value in result["score"]["per_client"]] == [True, True, True, True, False]
+
+
+def test_a_silent_site_is_asked_but_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two waits of a second in eight messages; when it answers again, it takes part again."""
+    grid, waits, sleep = grid_of(tmp_path, rounds=4, evaluate_every=1), list[float](), time.sleep
+    monkeypatch.setattr("pfedla.flower.engine.time.sleep", lambda seconds: (waits.append(seconds), sleep(seconds)))
+    grid.change = lambda client, message: None if client == 1 and 9 <= len(grid.sent) <= 18 else message
+    run_server(grid)
+    asked = [
+        int(m.content["config"]["round"])
+        for m in grid.sent
+        if m.metadata.dst_node_id == 101 and "round" in m.content["config"]
+    ]
+    assert asked == [1, 2, 2, 3, 3, 4, 4, 5]  # trained, then tested with the model of the next round
+    assert sum(waits) <= 2.5
+    assert result_of(grid)["failures"] == {"1": {"no answer": 2}}
 
 
 def test_another_clients_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ upload, its `base`: the client continues from its private state after that round
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ POLL = 0.5  # seconds between two looks for replies
 JOINING = 120.0  # seconds for a client to answer when it is asked to join
 ASK_AGAIN = 60.0  # seconds until a client that could not join is asked again, plus ten times what asking took
 WIRE = ("down_bytes", "down_arrays", "up_bytes", "up_arrays")
+SILENT = 2  # messages in a row without an answer, after which nobody waits for a client
 GONE = (3, 4, 5, 8)  # Flower's codes of answers that are incomplete, of a node or process that is gone
 
 Reply = RecordDict | Failure
@@ -54,6 +56,7 @@ class FlowerEngine:
         self._base = torch.zeros(len(self.federation), dtype=torch.int64)
         self._wire = torch.zeros(len(WIRE), dtype=torch.int64)  # what training has sent, with headers
         self._round = 0
+        self._unanswered: Counter[int] = Counter()  # messages in a row, by client
         self._ask_at: dict[int, float] = {}  # when to ask a client again to join
         self._say_once = lru_cache(1000)(self.say)
 
@@ -181,14 +184,16 @@ class FlowerEngine:
             raise PfedlaError("the SuperLink did not take the messages: they are too large for it")
         replies: dict[int, Reply] = dict.fromkeys(contents, Failure(NO_ANSWER.reason, f"nothing came in {limit:.0f} s"))
         waiting = {message: client for message, client in zip(ids, contents, strict=True) if message}
+        awaited = {client for client in contents if self._unanswered[client] < SILENT} or set(contents)
+        self._unanswered.update(contents.keys())
         end, is_over = time.monotonic() + limit, False
-        while waiting and not is_over:
+        while awaited & {*waiting.values()} and not is_over:
             is_over = time.monotonic() >= end  # then look once more: reading the others' replies takes time
             for message, client in list(waiting.items()):
                 if (reply := self._pull(message)) is not None:
                     replies[client] = reply
-                    del waiting[message]
-            if waiting and not is_over:
+                    del waiting[message], self._unanswered[client]
+            if awaited & {*waiting.values()} and not is_over:
                 time.sleep(max(POLL, 0.1 * len(waiting)))
         return replies
 
