@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pfedla.core import codecs
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
@@ -93,17 +94,18 @@ def run_rounds(
             counted = num_examples if uploads.max_examples == "off" else num_examples.clamp(max=uploads.max_examples)
             cohort = Cohort.sample(counted, number, participation, seed)
             cohort, downloads = leave_out(excluded or {}, cohort, algorithm.download(server, cohort))
+            messages = downloads
+            if algorithm.wire.download != "none" and len(cohort.ids):
+                messages, downloads = codecs.pack_downloads(algorithm, server, cohort, downloads)
         with timed(seconds, "train"):
-            answers = engine.train(cohort, downloads) if len(cohort.ids) else []
+            answers = engine.train(cohort, messages) if len(cohort.ids) else []
         with timed(seconds, "server"):
             given = (algorithm, server, cohort, downloads, answers)
             accepted, failures = accept(*given, norm_bound=uploads.norm_bound, lengths=lengths)
             lengths = accepted.lengths
-            down = int(payload_bytes(downloads, algorithm.task.layers).sum())
+            down = int(payload_bytes(messages, algorithm.task.layers).sum())
             if len(accepted.cohort.ids):
-                kinds = describe_state(server)
-                server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
-                check_state(algorithm.name, kinds, describe_state(server))
+                server = aggregate(algorithm, server, accepted)
             engine.commit(accepted.cohort.ids)
         evaluation, evaluation_failures = None, dict[int, Failure]()
         is_last = number == rounds.stop - 1
@@ -127,6 +129,19 @@ def run_rounds(
             lengths=lengths,
             moved=accepted.moved,
         )
+
+
+def aggregate(algorithm: Algorithm, server: ServerState, accepted: "Accepted") -> ServerState:
+    """Return the next server state; the tensors of `server` may be written into."""
+    given, links = (accepted.cohort, accepted.downloads, accepted.uploads), ServerState()
+    if algorithm.wire.upload != "none" or algorithm.wire.download != "none":
+        server, links = codecs.split_links(server)
+    kinds = describe_state(server)
+    server = algorithm.aggregate(server, *given)
+    check_state(algorithm.name, kinds, describe_state(server))
+    if links:
+        codecs.advance_(algorithm, links, accepted.cohort.ids, download=accepted.downloads, upload=accepted.uploads)
+    return {**server, **links} if links else server
 
 
 def leave_out(excluded: Mapping[int, int], cohort: Cohort, downloads: Payload) -> tuple[Cohort, Payload]:
@@ -163,7 +178,10 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
     """Yield what the cohort would be sent now, a few clients at a time, to bound the memory."""
     for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
         chunk = cohort.only(rows)
-        yield chunk, algorithm.download(server, chunk)
+        downloads = algorithm.download(server, chunk)
+        if algorithm.wire.download != "none":
+            downloads, _ = codecs.pack_downloads(algorithm, server, chunk, downloads)
+        yield chunk, downloads
 
 
 def evaluate_all(
@@ -272,10 +290,14 @@ def accept(
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
     sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
     layers, is_share, ids = algorithm.task.layers, algorithm.task.objective.metric.percent, cohort.ids.tolist()
-    moves, lengths = dict[int, Move](), lengths or {}
+    moves, lengths, is_coded = dict[int, Move](), lengths or {}, algorithm.wire.upload != "none"
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
+        if is_coded:
+            expected = codecs.pack_form(algorithm, expected)
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
+        if is_coded and isinstance(checked, Answer):
+            checked = unpack_answer(algorithm, server, checked, cohort, ids[row])
         if isinstance(checked, Answer) and norm_bound != "off":
             checked = find_too_large(checked.upload.tensors, layers) or checked
         if isinstance(checked, Failure):
@@ -341,6 +363,18 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
     # In the server's order of names: sums over tensors must not depend on the order a client sends.
     upload = Payload({n: tensors[n] for n in expected.tensors}, sent, extras={n: extras[n] for n in expected.extras})
     return answer._replace(upload=upload.map(Tensor.detach))
+
+
+def unpack_answer(
+    algorithm: Algorithm, server: ServerState, answer: Answer, cohort: Cohort, client: int
+) -> Answer | Failure:
+    """Return a checked answer with its upload decoded, or why it cannot be."""
+    last = take(server[codecs.UPLOAD], client)
+    try:
+        upload = codecs.unpack(algorithm, "upload", answer.upload, last, cohort, client)
+    except PfedlaError as error:
+        return Failure("not an upload", str(error))
+    return answer._replace(upload=upload) if is_finite(upload.tensors) else NOT_FINITE
 
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:
