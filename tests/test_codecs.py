@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, engine_for, flat, make, play, toy_federation
+from conftest import assert_same, engine_for, flat, make, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from pfedla.algorithms import ALGORITHMS
-from pfedla.core import codecs
 from pfedla.core.codecs import (
     BLOCK,
     DOWNLOAD,
@@ -30,9 +29,8 @@ from pfedla.core.codecs import (
 )
 from pfedla.core.contracts import Algorithm, Cohort, Failure
 from pfedla.core.errors import PfedlaError
-from pfedla.core.faults import NO_FAULTS
 from pfedla.core.layers import Params
-from pfedla.core.rounds import Round, accept, payload_bytes
+from pfedla.core.rounds import Round, accept
 from pfedla.core.settings import CodecName, Faults, WireSettings
 from pfedla.data.federation import Federation
 
@@ -261,10 +259,10 @@ def test_a_refused_upload_advances_neither_end(federation: Federation) -> None:
 @pytest.mark.parametrize("attack", ["sign-flip", "scale", "noise", "initial", "free-rider"])
 def test_a_falsified_model_is_what_is_encoded(attack: Any, federation: Federation) -> None:
     faults = Faults(attack=attack, attackers=0.3)
-    plain, _ = run(make("fedavg"), federation, faults=faults, participation=1.0, rounds=range(1, 2))
+    plain, _ = run(make("fedavg", batch_norm=None), federation, faults=faults, participation=1.0, rounds=range(1, 2))
     sent, _ = run(coded("fedavg"), federation, faults=faults, participation=1.0, rounds=range(1, 2))
     for name, value in plain[-1].server["model"].items():
-        near = 0.05 * float(value.abs().max())
+        near = 0.01
         torch.testing.assert_close(sent[-1].server["model"][name], value, rtol=0, atol=near)
 
 

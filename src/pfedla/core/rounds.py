@@ -309,6 +309,7 @@ def accept(
     for row, answer in sound.items():
         only = torch.tensor([row])  # one by one: all at once would be a copy of every model
         start = take(algorithm.starts(server, cohort.only(only), downloads.rows(only)), 0)
+        sound[row] = answer = answer._replace(upload=fill_unsent(answer.upload, start, layers))
         moves[ids[row]] = Move.measure(answer.upload, start)
     too_long = {} if norm_bound == "off" else find_too_long(moves, lengths, norm_bound)
     failures |= {row: too_long[client] for row, client in enumerate(ids) if client in too_long}
@@ -363,6 +364,12 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
     # In the server's order of names: sums over tensors must not depend on the order a client sends.
     upload = Payload({n: tensors[n] for n in expected.tensors}, sent, extras={n: extras[n] for n in expected.extras})
     return answer._replace(upload=upload.map(Tensor.detach))
+
+
+def fill_unsent(upload: Payload, start: Params, layers: Layers) -> Payload:
+    """Return an upload in which a layer that did not travel is as if training had not moved it."""
+    unsent = {name for name in upload.tensors.keys() & start.keys() if not upload.sent[layers.index[name]]}
+    return upload._replace(tensors={n: start[n] if n in unsent else v for n, v in upload.tensors.items()})
 
 
 def unpack_answer(
