@@ -94,9 +94,7 @@ def run_rounds(
             counted = num_examples if uploads.max_examples == "off" else num_examples.clamp(max=uploads.max_examples)
             cohort = Cohort.sample(counted, number, participation, seed)
             cohort, downloads = leave_out(excluded or {}, cohort, algorithm.download(server, cohort))
-            messages = downloads
-            if algorithm.wire.download != "none" and len(cohort.ids):
-                messages, downloads = codecs.pack_downloads(algorithm, server, cohort, downloads)
+            messages, downloads = pack(algorithm, server, cohort, downloads)
         with timed(seconds, "train"):
             answers = engine.train(cohort, messages) if len(cohort.ids) else []
         with timed(seconds, "server"):
@@ -129,6 +127,13 @@ def run_rounds(
             lengths=lengths,
             moved=accepted.moved,
         )
+
+
+def pack(algorithm: Algorithm, server: ServerState, cohort: Cohort, downloads: Payload) -> tuple[Payload, Payload]:
+    """Return the messages to a cohort, and what the clients will decode; the same where nothing is encoded."""
+    if algorithm.wire.download == "none" or not len(cohort.ids):
+        return downloads, downloads
+    return codecs.pack_downloads(algorithm, server, cohort, downloads)
 
 
 def aggregate(algorithm: Algorithm, server: ServerState, accepted: "Accepted") -> ServerState:
@@ -178,10 +183,7 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
     """Yield what the cohort would be sent now, a few clients at a time, to bound the memory."""
     for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
         chunk = cohort.only(rows)
-        downloads = algorithm.download(server, chunk)
-        if algorithm.wire.download != "none":
-            downloads, _ = codecs.pack_downloads(algorithm, server, chunk, downloads)
-        yield chunk, downloads
+        yield chunk, pack(algorithm, server, chunk, algorithm.download(server, chunk))[0]
 
 
 def evaluate_all(
