@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pfedla.core.contracts import Algorithm, ClientState, Cohort, Payload, ServerState, generator
 from pfedla.core.errors import PfedlaError
-from pfedla.core.layers import Params, is_finite, stack, take
+from pfedla.core.layers import Layers, Params, is_finite, stack, take
 from pfedla.core.settings import CodecName
 
 Way = Literal["download", "upload"]
@@ -147,6 +147,15 @@ def packed_like(algorithm: Algorithm, way: Way, tensors: Params) -> Params:
 def coded_tensors(algorithm: Algorithm, way: Way, tensors: Params) -> Params:
     """Return the tensors that are encoded: the trained ones. Statistics travel as they are."""
     return {} if getattr(algorithm.wire, way) == "none" else algorithm.task.layers.parameters(tensors)
+
+
+def measure_layers(layers: Layers, tensors: Params, codec: CodecName, share: float) -> list[int]:
+    """Return the bytes of each layer's parameters in a message."""
+    sizes = [0] * len(layers)
+    for name, value in layers.parameters(tensors).items():
+        if name in layers.index:  # it is trained
+            sizes[layers.index[name]] += value.nbytes if codec == "none" else encoded_size(codec, value.numel(), share)
+    return sizes
 
 
 # The server

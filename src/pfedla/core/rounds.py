@@ -220,11 +220,23 @@ def finite_mean(values: Tensor) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
-    """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink."""
-    messages, model = participants * rounds, sum(layers.num_parameters)
-    kept = sum(layers.num_parameters[layer] for layer in set(retained))
-    return Traffic(down_bytes=4 * messages * (model - kept), up_bytes=4 * messages * model)  # float32
+def plan_traffic(
+    layers: Layers,
+    participants: int,
+    rounds: int,
+    retained: list[int],
+    *,
+    down: Sequence[int] | None = None,
+    up: Sequence[int] | None = None,
+) -> Traffic:
+    """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink.
+
+    `down`, `up`: the bytes of each layer in a message, by default those of float32; see `codecs.measure_layers`.
+    """
+    plain = [4 * count for count in layers.num_parameters]
+    messages, kept = participants * rounds, {*retained}
+    sent = sum(size for layer, size in enumerate(down or plain) if layer not in kept)
+    return Traffic(down_bytes=messages * sent, up_bytes=messages * sum(up or plain))
 
 
 @dataclass(frozen=True)
