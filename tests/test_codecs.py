@@ -1,16 +1,18 @@
 """Encoded messages: each codec by itself, every method over them, and what a hostile client may send."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, engine_for, flat, make, play
+from conftest import TinyNet, assert_same, engine_for, flat, make, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+import pfedla
 from pfedla.algorithms import ALGORITHMS
 from pfedla.core.codecs import (
     BLOCK,
@@ -33,6 +35,8 @@ from pfedla.core.layers import Params
 from pfedla.core.rounds import Round, accept
 from pfedla.core.settings import CodecName, Faults, WireSettings
 from pfedla.data.federation import Federation
+from pfedla.report.reading import read_result
+from pfedla.runs.experiment import Experiment
 
 CODECS: tuple[CodecName, ...] = ("float16", "bfloat16", "int8", "topk", "randk")
 numbers = arrays("float32", st.integers(1, 700), elements=st.floats(-100, 100, width=32))
@@ -264,6 +268,36 @@ def test_a_falsified_model_is_what_is_encoded(attack: Any, federation: Federatio
     for name, value in plain[-1].server["model"].items():
         near = 0.01
         torch.testing.assert_close(sent[-1].server["model"][name], value, rtol=0, atol=near)
+
+
+# A run
+
+DIGITS = {"data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 1}, "participation": 0.7}
+
+
+def test_a_run_resumes_and_can_be_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)
+    wire = {"upload": "int8", "download": "topk", "share": 0.1}
+    values = {**DIGITS, "algorithm": {"name": "heurpfedla", "keep_below": 0.2}, "wire": wire, "unseen_clients": 0.3}
+    values["data"] = {"dataset": "digits", "clients": 4}
+    one, two = (Experiment.parse({**values, "rounds": rounds}) for rounds in (2, 4))
+    pfedla.run(one, tmp_path / "stopped")
+    pfedla.run(two, tmp_path / "stopped", resume=True)
+    pfedla.run(two, tmp_path / "straight")
+    stopped, straight = (read_result(tmp_path / name / "result.json") for name in ("stopped", "straight"))
+    for key in ("score", "traffic", "unseen", "failures"):
+        assert stopped[key] == straight[key]
+    assert straight["unseen"]["score"]["mean"] is not None
+    assert 0 < straight["traffic"]["up_bytes"] < straight["traffic"]["down_bytes"] * 4
+
+
+def test_python_takes_the_codecs_by_name(federation: Federation) -> None:
+    how: dict[str, Any] = {"rounds": 2, "lr": 0.1, "progress": False}
+    plain = pfedla.simulate(federation, TinyNet(), "fedavg", **how)
+    encoded = pfedla.simulate(federation, TinyNet(), "fedavg", upload="randk", download="int8", share=0.1, **how)
+    assert encoded.traffic.up_bytes < 0.1 * plain.traffic.up_bytes
+    with pytest.raises(PfedlaError, match=r"wire\.upload"):
+        pfedla.simulate(federation, TinyNet(), "fedavg", upload="zip", **how)
 
 
 # Hostile messages

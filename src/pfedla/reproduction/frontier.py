@@ -5,6 +5,7 @@ from typing import Any
 
 from pfedla.report.figures import panels
 from pfedla.report.methods import MethodTable, show_difference, show_interval, show_p
+from pfedla.report.reading import Metric
 from pfedla.report.rows import Row
 from pfedla.report.significance import standard_error
 from pfedla.reproduction.summaries import Summary, collect_rows
@@ -58,9 +59,9 @@ def draw_frontier(summary: Summary, paper: object) -> Any:
     entries = collect_rows(summary)
     figure, axes = panels(len(entries), (4.6, 3.4))
     for axis, (column, rows) in zip(axes, entries.items(), strict=True):
-        metric = next(row.metric for row in rows.values() if row.results)
+        metric = next((row.metric for row in rows.values() if row.results), Metric())
         for position, (method, family) in enumerate(group_rows(rows).items()):
-            points = sorted((row.mib, codec, list(row.scores.values())) for codec, row in family.items() if row.mib)
+            points = sorted((row.mib, codec, list(row.scores.values())) for codec, row in family.items() if row.scores)
             style = {"color": f"C{position}", "marker": "o", "capsize": 3, "label": method}
             means, errors = [statistics.mean(one) for *_, one in points], [standard_error(one) for *_, one in points]
             axis.errorbar([mib for mib, *_ in points], means, [error or 0 for error in errors], **style)
