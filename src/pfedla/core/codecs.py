@@ -1,9 +1,10 @@
 """Fewer bytes for the trained tensors of a message, in both directions and for every method.
 
-A message encodes the difference to what its receiver has decoded last; both ends keep that, and start from the initial
-model. So what one message leaves out is still in the difference of the next: the error is fed back (EF21: Richtárik et
-al., NeurIPS 2021). What is kept advances only with an accepted upload: on the server in two groups of its state, on the
-client in its private state. An encoded tensor is a row of bytes whose number follows from the tensor's size alone.
+A message encodes the difference to what both ends expect, which they compute from the messages before. A download is
+expected to be the one before it; an upload, to move from its download as the one before it moved from its own. So what
+a message leaves out is still in the difference of the next: the error is fed back (EF21: Richtárik et al., NeurIPS
+2021). What both ends keep advances only with an accepted upload: it is two groups of the server's state, and a part of
+each client's private state. An encoded tensor is a row of bytes whose number follows from the tensor's size alone.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ from pfedla.core.layers import Layers, Params, is_finite, stack, take
 from pfedla.core.settings import CodecName
 
 Way = Literal["download", "upload"]
-WAYS: tuple[Way, Way] = ("download", "upload")
 PREFIX = "wire/"  # of groups in the server's state and names in a client's: what was decoded last, by way
 DOWNLOAD, UPLOAD = PREFIX + "download", PREFIX + "upload"  # the groups
 BLOCK = 256  # numbers of int8 that share a scale
@@ -106,29 +106,29 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.clone().view(dtype)  # a clone is aligned
 
 
-# One message. `last`: the coded tensors as its receiver has decoded them last, none where the way is not coded.
+# One message. `due`: the coded tensors as both ends expect them; none where the way is not coded.
 
 
-def pack(algorithm: Algorithm, way: Way, payload: Payload, last: Params, cohort: Cohort, client: int) -> Payload:
+def pack(algorithm: Algorithm, way: Way, payload: Payload, due: Params, cohort: Cohort, client: int) -> Payload:
     """Return one client's payload with its coded tensors as bytes; those of layers that are not sent are zeros."""
     codec, share, layers = getattr(algorithm.wire, way), algorithm.wire.share, algorithm.task.layers
     packed = dict(payload.tensors)
-    for name in packed.keys() & last.keys():
-        packed[name] = torch.zeros(encoded_size(codec, last[name].numel(), share), dtype=torch.uint8)
+    for name in packed.keys() & due.keys():
+        packed[name] = torch.zeros(encoded_size(codec, due[name].numel(), share), dtype=torch.uint8)
         if payload.sent[layers.index[name]]:
-            packed[name] = encode(codec, payload.tensors[name] - last[name], share, draw(way, name, cohort, client))
+            packed[name] = encode(codec, payload.tensors[name] - due[name], share, draw(way, name, cohort, client))
     return payload._replace(tensors=packed)
 
 
-def unpack(algorithm: Algorithm, way: Way, message: Payload, last: Params, cohort: Cohort, client: int) -> Payload:
-    """Return what a packed payload of the expected form holds; what is not sent is as it was last."""
+def unpack(algorithm: Algorithm, way: Way, message: Payload, due: Params, cohort: Cohort, client: int) -> Payload:
+    """Return what a packed payload of the expected form holds; what is not sent is as expected."""
     codec, share, layers = getattr(algorithm.wire, way), algorithm.wire.share, algorithm.task.layers
     found = dict(message.tensors)
-    for name in found.keys() & last.keys():
-        found[name] = last[name]
+    for name in found.keys() & due.keys():
+        found[name] = due[name]
         if message.sent[layers.index[name]]:
             draws = draw(way, name, cohort, client)
-            found[name] = last[name] + decode(codec, message.tensors[name], last[name], share, draws)
+            found[name] = due[name] + decode(codec, message.tensors[name], due[name], share, draws)
     return message._replace(tensors=found)
 
 
@@ -139,14 +139,9 @@ def draw(way: Way, name: str, cohort: Cohort, client: int) -> torch.Generator:
 def packed_like(algorithm: Algorithm, way: Way, tensors: Params) -> Params:
     """Return tensors of the names, shapes and dtypes that these have in a packed payload."""
     codec, share = getattr(algorithm.wire, way), algorithm.wire.share
-    coded = coded_tensors(algorithm, way, tensors)
+    coded = algorithm.task.layers.parameters(tensors) if codec != "none" else {}  # statistics travel as they are
     sizes = {name: encoded_size(codec, value.numel(), share) for name, value in coded.items()}
     return tensors | {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
-
-
-def coded_tensors(algorithm: Algorithm, way: Way, tensors: Params) -> Params:
-    """Return the tensors that are encoded: the trained ones. Statistics travel as they are."""
-    return {} if getattr(algorithm.wire, way) == "none" else algorithm.task.layers.parameters(tensors)
 
 
 def measure_layers(layers: Layers, tensors: Params, codec: CodecName, share: float) -> list[int]:
@@ -158,14 +153,42 @@ def measure_layers(layers: Layers, tensors: Params, codec: CodecName, share: flo
     return sizes
 
 
+# What both ends keep of a client: what it has received, and sent, last. They advance alike, bit for bit.
+
+
+def init_kept(algorithm: Algorithm) -> dict[str, Params]:
+    """Return what is kept of a client before its first round, by way: the initial model, where it is needed."""
+    initial, wire = algorithm.task.layers.parameters(algorithm.task.initial()), algorithm.wire
+    kept = {} if wire.upload == wire.download == "none" else {DOWNLOAD: initial}
+    return kept if wire.upload == "none" else {**kept, UPLOAD: initial}
+
+
+def expect(kept: Mapping[str, Params], download: Payload, layers: Layers) -> Params:
+    """Return what the upload after a download is expected to hold: the last one, moved as far as the downloads have."""
+    due = dict(kept.get(UPLOAD, {}))
+    for name in due.keys() & download.tensors.keys():
+        if download.sent[layers.index[name]]:
+            due[name] = due[name] + (download.tensors[name] - kept[DOWNLOAD][name])
+    return due
+
+
+def advance(kept: Mapping[str, Params], download: Payload, upload: Payload, layers: Layers) -> tuple[Params, Params]:
+    """Return what is kept after a round: received (a layer that was not: as it was uploaded), and sent."""
+    received, sent = dict(kept[DOWNLOAD]), expect(kept, download, layers)
+    for payload, targets in ((upload, (received, sent)), (download, (received,))):
+        for target in targets:
+            for name in target.keys() & payload.tensors.keys():
+                if payload.sent[layers.index[name]]:
+                    target[name] = payload.tensors[name]
+    return received, sent
+
+
 # The server
 
 
 def init_links(algorithm: Algorithm, num_clients: int) -> ServerState:
-    """Return the groups of the server's state with what each client has received, and sent, last."""
-    initial = algorithm.task.initial()
-    coded = {PREFIX + way: coded_tensors(algorithm, way, initial) for way in WAYS}
-    return {group: stack([part] * num_clients) for group, part in coded.items() if part}
+    """Return what is kept of all clients, as groups of the server's state."""
+    return {group: stack([part] * num_clients) for group, part in init_kept(algorithm).items()}
 
 
 def split_links(server: ServerState) -> tuple[ServerState, ServerState]:
@@ -174,18 +197,29 @@ def split_links(server: ServerState) -> tuple[ServerState, ServerState]:
     return own, {group: part for group, part in server.items() if group not in own}
 
 
+def kept_of(server: ServerState, client: int) -> dict[str, Params]:
+    return {group: take(part, client) for group, part in server.items() if group.startswith(PREFIX)}
+
+
 def pack_downloads(
     algorithm: Algorithm, server: ServerState, cohort: Cohort, downloads: Payload
 ) -> tuple[Payload, Payload]:
     """Return the messages to the clients of a cohort, and what they will decode, both stacked."""
     messages, decoded = [], []
     for row, client in enumerate(cohort.ids.tolist()):
-        last = take(server[DOWNLOAD], client)
-        messages.append(pack(algorithm, "download", downloads.rows(row), last, cohort, client))
-        decoded.append(unpack(algorithm, "download", messages[-1], last, cohort, client))
-    coded, tensors = stack([one.tensors for one in messages]), downloads.tensors
-    arrived = stack([one.tensors for one in decoded])
-    return downloads._replace(tensors=coded or tensors), downloads._replace(tensors=arrived or tensors)
+        due = take(server[DOWNLOAD], client)
+        messages.append(pack(algorithm, "download", downloads.rows(row), due, cohort, client))
+        decoded.append(unpack(algorithm, "download", messages[-1], due, cohort, client))
+    coded, arrived = (stack([one.tensors for one in some]) for some in (messages, decoded))
+    return downloads._replace(tensors=coded), downloads._replace(tensors=arrived)
+
+
+def unpack_upload(
+    algorithm: Algorithm, server: ServerState, download: Payload, upload: Payload, cohort: Cohort, client: int
+) -> Payload:
+    """Return a client's upload of the expected form, decoded; `download` is decoded too."""
+    due = expect(kept_of(server, client), download, algorithm.task.layers)
+    return unpack(algorithm, "upload", upload, due, cohort, client)
 
 
 def pack_form(algorithm: Algorithm, upload: Payload) -> Payload:
@@ -201,14 +235,16 @@ def expect_upload(algorithm: Algorithm, message: Payload) -> Payload:
     return pack_form(algorithm, algorithm.upload_like(message))
 
 
-def advance_(algorithm: Algorithm, links: ServerState, ids: Tensor, **decoded: Payload) -> None:
-    """Note, in place, what the accepted clients have received and sent: `download` and `upload`, stacked."""
-    layers = algorithm.task.layers
-    for way, payload in decoded.items():
-        group = links.get(PREFIX + way, {})
-        for name in group.keys() & payload.tensors.keys():
-            rows = payload.sent[:, layers.index[name]].nonzero().flatten()
-            group[name][ids[rows]] = payload.tensors[name][rows]
+def advance_links_(
+    algorithm: Algorithm, links: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload
+) -> None:
+    """Note, in place, what the accepted clients have received and sent, both decoded and stacked."""
+    for row, client in enumerate(cohort.ids.tolist()):
+        kept = kept_of(links, client)
+        now = advance(kept, downloads.rows(row), uploads.rows(row), algorithm.task.layers)
+        for group, tensors in zip((DOWNLOAD, UPLOAD), now, strict=True):
+            for name, value in tensors.items():
+                links[group][name][client] = value
 
 
 # A client
@@ -216,9 +252,7 @@ def advance_(algorithm: Algorithm, links: ServerState, ids: Tensor, **decoded: P
 
 def init_private(algorithm: Algorithm) -> ClientState:
     """Return what a client keeps of both ways before its first round."""
-    initial = algorithm.task.initial()
-    coded = {way: coded_tensors(algorithm, way, initial) for way in WAYS}
-    return {f"{PREFIX}{way}/{name}": value for way, part in coded.items() for name, value in part.items()}
+    return {f"{group}/{name}": value for group, part in init_kept(algorithm).items() for name, value in part.items()}
 
 
 def drop_private(state: ClientState) -> ClientState:
@@ -226,16 +260,20 @@ def drop_private(state: ClientState) -> ClientState:
     return {name: value for name, value in state.items() if not name.startswith(PREFIX)}
 
 
-def last_of(state: Mapping[str, Tensor], way: Way) -> Params:
-    prefix = f"{PREFIX}{way}/"
-    return {name.removeprefix(prefix): value.cpu() for name, value in state.items() if name.startswith(prefix)}
+def kept_by(state: ClientState) -> dict[str, Params]:
+    """Return what a client keeps, as the server does."""
+    kept: dict[str, Params] = {}
+    for group in (DOWNLOAD, UPLOAD):
+        own = {name.removeprefix(f"{group}/"): v.cpu() for name, v in state.items() if name.startswith(f"{group}/")}
+        kept |= {group: own} if own else {}
+    return kept
 
 
 def unpack_download(algorithm: Algorithm, state: ClientState, message: Payload, cohort: Cohort, client: int) -> Payload:
     """Return what the server sent, on the device of the message."""
-    last = last_of(state, "download")
-    found = unpack(algorithm, "download", message.to("cpu"), last, cohort, client)
-    if not is_finite({name: found.tensors[name] for name in found.tensors.keys() & last.keys()}):
+    due = kept_by(state)[DOWNLOAD]
+    found = unpack(algorithm, "download", message.to("cpu"), due, cohort, client)
+    if not is_finite({name: found.tensors[name] for name in found.tensors.keys() & due.keys()}):
         raise PfedlaError("what the server sent cannot be used: it is not finite")
     return found.to(message.sent.device)
 
@@ -244,12 +282,9 @@ def pack_upload(
     algorithm: Algorithm, state: ClientState, download: Payload, upload: Payload, cohort: Cohort, client: int
 ) -> tuple[ClientState, Payload]:
     """Return what a client keeps if its upload is accepted, and the upload as it is sent; `download` is decoded."""
-    received, sent = last_of(state, "download"), last_of(state, "upload")
-    message = pack(algorithm, "upload", upload, sent, cohort, client)
-    decoded = unpack(algorithm, "upload", message, sent, cohort, client)
-    kept: ClientState = {}
-    for way, last, payload in (("download", received, download.to("cpu")), ("upload", sent, decoded)):
-        layers = algorithm.task.layers
-        now = {n: v for n, v in payload.tensors.items() if n in last and payload.sent[layers.index[n]]}
-        kept |= {f"{PREFIX}{way}/{name}": now.get(name, value) for name, value in last.items()}
-    return kept, message
+    kept, download, layers = kept_by(state), download.to("cpu"), algorithm.task.layers
+    due = expect(kept, download, layers)
+    message = pack(algorithm, "upload", upload, due, cohort, client)
+    decoded = unpack(algorithm, "upload", message, due, cohort, client)
+    now = zip((DOWNLOAD, UPLOAD), advance(kept, download, decoded, layers), strict=True)
+    return {f"{group}/{name}": value for group, tensors in now for name, value in tensors.items()}, message

@@ -145,7 +145,7 @@ def aggregate(algorithm: Algorithm, server: ServerState, accepted: "Accepted") -
     server = algorithm.aggregate(server, *given)
     check_state(algorithm.name, kinds, describe_state(server))
     if links:
-        codecs.advance_(algorithm, links, accepted.cohort.ids, download=accepted.downloads, upload=accepted.uploads)
+        codecs.advance_links_(algorithm, links, *given)
     return {**server, **links} if links else server
 
 
@@ -311,7 +311,7 @@ def accept(
             expected = codecs.pack_form(algorithm, expected)
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
         if is_coded and isinstance(checked, Answer):
-            checked = unpack_answer(algorithm, server, checked, cohort, ids[row])
+            checked = unpack_answer(algorithm, server, downloads.rows(row), checked, cohort, ids[row])
         if isinstance(checked, Answer) and norm_bound != "off":
             checked = find_too_large(checked.upload.tensors, layers) or checked
         if isinstance(checked, Failure):
@@ -387,12 +387,11 @@ def fill_unsent(upload: Payload, start: Params, layers: Layers) -> Payload:
 
 
 def unpack_answer(
-    algorithm: Algorithm, server: ServerState, answer: Answer, cohort: Cohort, client: int
+    algorithm: Algorithm, server: ServerState, download: Payload, answer: Answer, cohort: Cohort, client: int
 ) -> Answer | Failure:
     """Return a checked answer with its upload decoded, or why it cannot be."""
-    last = take(server[codecs.UPLOAD], client)
     try:
-        upload = codecs.unpack(algorithm, "upload", answer.upload, last, cohort, client)
+        upload = codecs.unpack_upload(algorithm, server, download, answer.upload, cohort, client)
     except PfedlaError as error:
         return Failure("not an upload", str(error))
     return answer._replace(upload=upload) if is_finite(upload.tensors) else NOT_FINITE
