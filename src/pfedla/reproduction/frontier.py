@@ -62,6 +62,8 @@ def draw_frontier(summary: Summary, paper: object) -> Any:
         metric = next((row.metric for row in rows.values() if row.results), Metric())
         for position, (method, family) in enumerate(group_rows(rows).items()):
             points = sorted((row.mib, codec, list(row.scores.values())) for codec, row in family.items() if row.scores)
+            if not points:
+                continue
             style = {"color": f"C{position}", "marker": "o", "capsize": 3, "label": method}
             means, errors = [statistics.mean(one) for *_, one in points], [standard_error(one) for *_, one in points]
             axis.errorbar([mib for mib, *_ in points], means, [error or 0 for error in errors], **style)
