@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyNet, assert_same, engine_for, flat, make, play
+from conftest import TinyNet, assert_same, engine_for, flat, make, methods, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 import pfedla
-from pfedla.algorithms import ALGORITHMS
 from pfedla.core.codecs import (
     BLOCK,
     DOWNLOAD,
@@ -158,7 +157,8 @@ def run(algorithm: Algorithm, federation: Federation, **how: Any) -> Ran:
     return play(algorithm, federation, **{"server": server, "rounds": range(1, 3), "participation": 0.5, **how})
 
 
-EACH = pytest.mark.parametrize("name", [*ALGORITHMS])
+QUICK = ("fedavg", "fedrep", "fedfomo", "heurpfedla", "pfedla-heldout")
+EACH = pytest.mark.parametrize("name", methods(*QUICK))
 
 
 @EACH
@@ -220,6 +220,26 @@ def test_traffic_is_the_bytes_of_the_messages(name: str, federation: Federation)
             if sent[layers.index[name]]
         )
         assert counted == len(cohort.ids) * (due + extras)
+
+
+@pytest.mark.parametrize("upload", ["int8", "topk"])
+def test_both_ends_agree_whatever_is_not_sent(upload: CodecName, federation: Federation) -> None:
+    """Retained layers that change, kept layers, clients that do not answer: the server knows what each client keeps."""
+    options: dict[str, Any] = {"hypernetwork_lr": 30.0, "keep_below": 0.15, "ask_every": 3}
+    algorithm = coded("heurpfedla", upload, "int8", **options)
+    faults = Faults(dropout=0.3)
+    ran, clients = run(algorithm, federation, rounds=range(1, 13), faults=faults, participation=0.8)
+    server = ran[-1].server
+    for group in (DOWNLOAD, UPLOAD):
+        for tensor, value in server[group].items():
+            assert torch.equal(value, clients[f"{group}/{tensor}"])
+    retained = torch.cat([one.sent for one in ran])
+    assert 0 < int(retained[:, 0].sum()) < len(retained)  # now this layer, now that
+    assert server["kept"]["rounds"].any()
+    fresh = server["kept"]["rounds"] == 0
+    for tensor, value in server["models"].items():  # the copy that is mixed is the last upload, if there was one
+        rows = fresh[:, algorithm.task.layers.index[tensor]]
+        assert torch.equal(value[rows], server[UPLOAD][tensor][rows])
 
 
 def test_none_keeps_nothing(federation: Federation) -> None:
