@@ -314,6 +314,8 @@ def test_a_run_resumes_and_can_be_joined(tmp_path: Path, monkeypatch: pytest.Mon
 def test_python_takes_the_codecs_by_name(federation: Federation) -> None:
     how: dict[str, Any] = {"rounds": 2, "lr": 0.1, "progress": False}
     plain = pfedla.simulate(federation, TinyNet(), "fedavg", **how)
+    same = pfedla.simulate(federation, TinyNet(), "fedavg", share=0.1, **how)  # of a codec that is not on
+    assert (same.scores.tolist(), same.traffic) == (plain.scores.tolist(), plain.traffic)
     encoded = pfedla.simulate(federation, TinyNet(), "fedavg", upload="randk", download="int8", share=0.1, **how)
     assert encoded.traffic.up_bytes < 0.1 * plain.traffic.up_bytes
     with pytest.raises(PfedlaError, match=r"wire\.upload"):

@@ -17,7 +17,7 @@ from pfedla.core.layers import Params, is_finite
 from pfedla.core.objectives import Objective
 from pfedla.core.optimizers import learning_rate_at
 from pfedla.core.randomness import draw_from
-from pfedla.core.settings import EngineSettings, Faults, Recalibrate, WireSettings
+from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
 from pfedla.core.training import evaluate, normalise
 from pfedla.core.trees import map_tree, take_rows
@@ -27,7 +27,6 @@ Test = tuple[float, float, dict[str, float]]  # score, loss, and every metric wh
 Outcome = tuple[ClientState, Answer]
 Split = tuple[Examples, Examples]  # training and test examples
 RECALIBRATION_EXAMPLES = 2048
-PLAIN = WireSettings()  # nothing is encoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Client:
     @property
     def own_state(self) -> ClientState:
         """The method's part of the private state."""
-        return self.state if self.algorithm.wire == PLAIN else codecs.drop_private(self.state)
+        return codecs.drop_private(self.state) if encodes(self.algorithm) else self.state
 
     def unpack(self, download: Payload, cohort: Cohort) -> Payload:
         """Return what a message of the server holds."""
@@ -92,7 +91,7 @@ class Client:
             start = {name: value.cpu() for name, value in start.items()}
             upload = falsify(self.faults, cohort, self.number, upload, start)
         state = result.client
-        if self.algorithm.wire != PLAIN:
+        if encodes(self.algorithm):
             links, upload = codecs.pack_upload(self.algorithm, self.state, download, upload, cohort, self.number)
             state = {**state, **{name: value.to(self.device) for name, value in links.items()}}
         return state, Answer(upload, result.loss.cpu(), score=test[0], loss=test[1], finite=finite)
@@ -149,6 +148,10 @@ class Client:
         return Examples(map_tree(self.algorithm.task.lay_out, x), examples.y.to(self.device))
 
 
+def encodes(algorithm: Algorithm) -> bool:
+    return algorithm.wire.upload != "none" or algorithm.wire.download != "none"
+
+
 def drawing(clients: Sequence[Client], cohort: Cohort | None = None) -> AbstractContextManager[None]:
     """Let random layers (dropout) draw from a stream per client and round, or per client in a test."""
     if not clients[0].algorithm.task.draws:
@@ -180,7 +183,7 @@ def make_client(algorithm: Algorithm, outline: Outline, examples: Split, setting
     else:
         task.try_out(x)
     method = algorithm.model_copy(update={"task": task})
-    state = {**method.init_client(), **(codecs.init_private(method) if method.wire != PLAIN else {})}
+    state = {**method.init_client(), **codecs.init_private(method)}
     return Client(train=train, test=test, outline=outline, algorithm=method, state=state, device=device)
 
 
