@@ -22,6 +22,7 @@ MORE = {  # where a section is explained
     "engine": "performance.md",
     "uploads": "reliability.md#uploads",
     "faults": "reliability.md#faults-on-purpose",
+    "wire": "compression.md",
     "checkpoint": "reliability.md#checkpoints",
 }
 PAGES = {"heurpfedla": "pfedla"}  # described on another method's page

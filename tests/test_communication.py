@@ -7,10 +7,13 @@ import torch
 from conftest import make, play, toy_federation
 
 from pfedla.algorithms.fedavg import FedAvg
+from pfedla.core.codecs import init_links, measure_layers
 from pfedla.core.contracts import LocalResult, Payload
 from pfedla.core.layers import Layers
 from pfedla.core.models import MLP, PaperCNN, SmallCNN, build_model, model_for
 from pfedla.core.rounds import MIB, plan_traffic
+from pfedla.core.settings import WireSettings
+from pfedla.data.federation import Federation
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,15 @@ def test_table_3(model: PaperCNN, retained: str, mebibytes: float) -> None:
     layers = Layers.of(model)
     traffic = plan_traffic(layers, 10, 75, layers.positions(retained.split()))
     assert (traffic.down_bytes + traffic.up_bytes) / MIB == pytest.approx(mebibytes, abs=0.005)
+
+
+def test_a_plan_counts_encoded_bytes_as_a_run_does(federation: Federation) -> None:
+    algorithm = make("fedavg").model_copy(update={"wire": WireSettings(upload="topk", download="int8", share=0.2)})
+    server = {**algorithm.init_server(len(federation), 0), **init_links(algorithm, len(federation))}
+    ran, _ = play(algorithm, federation, server=server)
+    layers, tensors = algorithm.task.layers, algorithm.task.initial()
+    down, up = (measure_layers(layers, tensors, codec, 0.2) for codec in ("int8", "topk"))
+    assert plan_traffic(layers, len(federation), 3, [], down=down, up=up) == ran[-1].traffic
 
 
 class SendsTheHead(FedAvg):

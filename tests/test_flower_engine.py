@@ -77,6 +77,56 @@ def test_a_method_over_messages_equals_the_threaded_engine(name: str, tmp_path: 
     assert evaluate_personal(kept, None)["score"] == result["score"]["per_client"][2]
 
 
+ENCODED = [("heurpfedla", "int8", "int8"), ("fedavg", "topk", "randk"), ("pfedla-heldout", "float16", "none")]
+ENCODED += [("fedfomo", "int8", "int8"), ("local", "int8", "topk"), ("fedrep", "none", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "upload", "download"), ENCODED)
+def test_encoded_messages_equal_the_threaded_engine(name: str, upload: str, download: str, tmp_path: Path) -> None:
+    """One upload of the second round is lost, and the server stops in the middle of the third."""
+    wire = {"upload": upload, "download": download}
+    grid = grid_of(tmp_path, name, rounds=3, wire=wire, **(photos(tmp_path) if name == "fedavg" else {}))
+    is_cut = True
+
+    def lose(client: int, message: Message) -> Message | None:
+        if is_cut and (grid.round, client, message.metadata.message_type) == (3, 2, "train"):
+            raise KeyboardInterrupt
+        return None if (grid.round, client, message.metadata.message_type) == (2, 1, "train") else message
+
+    grid.change = lose
+    with pytest.raises(KeyboardInterrupt):
+        run_server(grid)
+    is_cut = False
+    run_server(grid, resume=True)
+    check(grid.deployment, absent=lambda *one: one == (1, 2))
+
+
+def test_encoded_messages_are_as_large_as_is_counted(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "heurpfedla", wire={"upload": "int8", "download": "topk"})
+    run_server(grid)
+    result = check(grid.deployment)
+    wire = json.loads((grid.deployment.folder / "deployment.json").read_text())["wire"]
+    for way in ("down", "up"):
+        assert wire[f"{way}_bytes"] == result["traffic"][f"{way}_bytes"] + HEADER_BYTES * wire[f"{way}_arrays"]
+
+
+def test_what_is_no_encoded_message_is_refused(tmp_path: Path) -> None:
+    """In place of indices only escapes, or too few bytes: bad uploads of clients 0 and 1, and the run goes on."""
+    grid = grid_of(tmp_path, "fedavg", rounds=1, wire={"upload": "topk", "download": "int8"})
+
+    def lie(client: int, message: Message) -> Message:
+        record = message.content.array_records.get("tensors")
+        if message.metadata.message_type == "train" and client < 2:
+            arrays = {name: array.numpy() for name, array in record.items()}
+            lies = {n: np.full_like(v, 255) if client else v[:-1] for n, v in arrays.items()}
+            return replace(message, "tensors", ArrayRecord({n: Array(v) for n, v in lies.items()}))
+        return message
+
+    grid.change = lie
+    run_server(grid)
+    assert result_of(grid)["failures"] == {"0": {"wrong shape": 1}, "1": {"not an upload": 1}}
+
+
 @pytest.mark.parametrize("name", ["heurpfedla", pytest.param("pfedme", marks=pytest.mark.slow)])
 def test_a_server_that_stops_resumes(name: str, tmp_path: Path) -> None:
     """In the middle of round 2, when sites have trained already: their newer state must not count."""

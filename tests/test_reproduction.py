@@ -15,6 +15,7 @@ from pfedla.report.reading import read_result
 from pfedla.report.rows import Row
 from pfedla.reproduction import campaign, paper_results, summaries
 from pfedla.reproduction.campaign import Table
+from pfedla.reproduction.frontier import draw_frontier, tabulate_frontier
 from pfedla.reproduction.grid import Cell, Grid, Wanted, list_cells, list_names, load_grid, load_paper
 from pfedla.reproduction.paper_figures import Weights, average_by_distance, collect_weights, draw_self_weights
 from pfedla.reproduction.paper_results import account, write_figures
@@ -195,6 +196,23 @@ def test_a_supported_difference_is_bold_beside_the_first() -> None:
     assert (clients["ours"], clients["FedAvg"]) == ("61.0 / 61.0 / 67 %", "50.0 / 50.0")
 
 
+def test_a_codec_is_compared_with_plain_messages_of_its_method() -> None:
+    means = {"x": (0.5, 0.7), "x, int8": (0.6, 0.6), "y": (0.2, 0.2), "y, int8": (0.1, 0.1), "y, topk": (None, None)}
+    cells = {("A", row, seed): mean for row, some in means.items() for seed, mean in enumerate(some)}
+    summary = summary_of(cells, form="frontier")
+    for cell in summary["cells"]:
+        if cell["row"] == "y, int8":
+            cell["traffic"] = {"down_bytes": 2**18, "up_bytes": 2**19}
+    found = {line[0]: line[1:] for line in tabulate_frontier(summary)}
+    assert found["x"] == ["3.0", "100.0 %", "–"]
+    assert found["y, int8"][:2] == ["0.8", "25.0 %"]
+    assert found["y, int8"][2].startswith("-10.00")
+    assert found["y, topk"] == ["–", "–", "–"]
+    (axis,) = draw_frontier(summary, {}).axes
+    assert {container.get_label() for container in axis.containers} == {"x", "y"}
+    assert tabulate_frontier(summary | {"form": "table"}) == []
+
+
 def test_a_row_that_gave_up_on_a_seed_is_not_averaged() -> None:
     summary = summary_of({("A", "x", 0): 0.5, ("A", "x", 1): None, ("A", "y", 0): 0.4, ("A", "y", 1): 0.6})
     shown = [line[1] for line in paper_results.tabulate(summary, {})[1:]]
@@ -220,7 +238,7 @@ def test_weights_by_distance_and_by_period() -> None:
     assert weights_of(alpha).own.tolist() == [30, 0]
 
 
-@pytest.mark.parametrize("form", ["table", "retained", "neighbours"])
+@pytest.mark.parametrize("form", ["table", "retained", "neighbours", "frontier"])
 def test_tables_have_a_figure(form: str, tmp_path: Path) -> None:
     values = {("A", "k = 0", 0): 0.5, ("A", "k = 1", 0): 0.6, ("A", "held-out, k = 1", 0): 0.1, ("A", "k = 1", 1): None}
     paths = write_figures(summary_of(values, form=form), {"A": {"k = 0": {"mean": 50.0}}}, tmp_path)

@@ -1,11 +1,12 @@
 """pFedLA, HeurpFedLA: Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from torch.func import vjp, vmap
 
@@ -33,6 +34,9 @@ TRUNK_DEPTH = 3
 DAMPED_TRUNK = 0.1  # learning rate of trunk and embedding in a damped step, against the heads'
 FAR = 3.0  # a model so many times as long as is usual is left out; of honest clients none was longer than 1.5 times
 CHUNK = 64  # clients whose weights are computed at once: their hypernetworks are copied for it
+# In a download, if keep_below is set. The server's copy of a client's layer may be old, so the server mixes the others'
+# and the client adds its own, times its self-weight.
+OWN, KEEP = "own weight", "keep"  # by layer: the self-weight; whether the layer is not uploaded in this round
 # g[i, layer, j] = <delta_i, model_j> is the gradient of <delta_i, sum_j alpha[i, layer, j] model_j> by alpha.
 layer_gradient = inner_products
 
@@ -154,6 +158,10 @@ class LearnedMix(MixedModels):
     """Learning rate of the hypernetwork. The paper does not state it."""
     weights: Literal["layer", "model"] = "layer"
     """model: the same weights for all layers, to measure what layer-wise weights contribute."""
+    keep_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """A client does not upload a layer to which every other client gives less weight than this. 0: it uploads all."""
+    ask_every: Positive = 10
+    """With keep_below, a layer is uploaded at least once in so many rounds of its client."""
 
     @property
     def num_retained(self) -> int:
@@ -173,7 +181,10 @@ class LearnedMix(MixedModels):
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         hypernetworks = self._network(num_clients).init(num_clients, generator(seed, "hypernetwork"))
         progress = {"uploads": torch.zeros((), dtype=torch.int64)}  # accepted so far
-        return {**super().init_server(num_clients, seed), "hypernetworks": hypernetworks, "progress": progress}
+        state = {**super().init_server(num_clients, seed), "hypernetworks": hypernetworks, "progress": progress}
+        if self.keep_below:  # for how many rounds of its client a layer has not been uploaded
+            state["kept"] = {"rounds": torch.zeros(num_clients, len(self.task.layers), dtype=torch.int64)}
+        return state
 
     def weigh(self, server: ServerState, ids: Tensor) -> Tensor:
         return self._weigh(server, ids, self._find_sound(server))
@@ -193,15 +204,30 @@ class LearnedMix(MixedModels):
         return norms.isfinite() & ((norms <= FAR * usual) | (usual == 0))
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
-        sound = self._find_sound(server)
+        sound, extras = self._find_sound(server), Params()
         alpha, what = self._weigh(server, cohort.ids, sound), (replace_rows(server["models"], sound), self.task.layers)
-        count = alpha.shape[-1] if self.neighbours == "all" else self.neighbours
-        mixed = mix(alpha, *what) if count == alpha.shape[-1] else mix_few(*nearest(alpha, cohort, count), *what)
-        return Payload(mixed, sent_layers(alpha, cohort, self.num_retained))
+        weights, senders, mixes_all = alpha, torch.arange(alpha.shape[-1]), self.neighbours in ("all", alpha.shape[-1])
+        if not mixes_all:
+            weights, senders = nearest(alpha, cohort, int(self.neighbours))
+        if self.keep_below:
+            is_own = senders == cohort.ids[:, None, None]
+            extras = {OWN: (weights * is_own).sum(-1), KEEP: self._find_kept(server, cohort, sound)}
+            weights = weights.masked_fill(is_own, 0.0)
+        mixed = mix(weights, *what) if mixes_all else mix_few(weights, senders, *what)
+        return Payload(mixed, sent_layers(alpha, cohort, self.num_retained), extras)
+
+    def _find_kept(self, server: ServerState, cohort: Cohort, sound: Tensor) -> Tensor:
+        """Return [cohort, layers]: which layers nobody else borrows, unless it is time to ask for them again."""
+        everyone = torch.arange(num_clients(server))
+        alpha = self._weigh(server, everyone, sound)
+        alpha[everyone, :, everyone] = 0.0
+        is_borrowed = alpha.amax(0).T[cohort.ids] >= self.keep_below
+        return ~is_borrowed & (server["kept"]["rounds"][cohort.ids] + 1 < self.ask_every)
 
     def upload_like(self, download: Payload) -> Payload:
         # Departs from the paper: clients send θ_i in place of Δθ_i, so that θ_i is exact on the server.
-        return Payload(download.tensors, torch.ones_like(download.sent))  # a retained layer saves the download only
+        everything = torch.ones_like(download.sent)  # a retained layer saves the download only
+        return Payload(download.tensors, ~download.extras[KEEP] if KEEP in download.extras else everything)
 
     def gradient(self, server: ServerState, downloads: Payload, uploads: Payload) -> Tensor | None:
         """Return [cohort, layers, clients], along which alpha moves: <Δθ_i, θ_j> (Eq. 10-11). None: it stays."""
@@ -210,6 +236,8 @@ class LearnedMix(MixedModels):
         return layer_gradient(delta, server["models"], self.task.layers)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
+        if self.keep_below:  # the whole mix, with the client's own part
+            downloads = downloads._replace(tensors=self.starts(server, cohort, downloads))
         # At the snapshot that was mixed: the new θ_i would inflate the self-weight by |Δθ_i|².
         mixed = {**server, "models": replace_rows(server["models"], self._find_sound(server))}
         gradient, ids = self.gradient(mixed, downloads, uploads), cohort.ids
@@ -225,10 +253,18 @@ class LearnedMix(MixedModels):
             sound = (finite_rows(stepped) & finite_rows({"alpha": network.alpha(stepped)})).nonzero().squeeze(1)
             put_(server["hypernetworks"], ids[sound], take(stepped, sound))
         server["progress"]["uploads"] += len(ids)
+        uploads = self._note_kept(server, cohort, uploads) if self.keep_below else uploads
         return super().aggregate(server, cohort, downloads, uploads)
 
+    def _note_kept(self, server: ServerState, cohort: Cohort, uploads: Payload) -> Payload:
+        """Count, in place, the rounds that layers were kept; return the uploads with the old copies of these."""
+        kept = server["kept"]["rounds"]
+        kept[cohort.ids] = torch.where(uploads.sent, 0, kept[cohort.ids] + 1)
+        fill = vmap(lambda sent, new, old: choose(sent, new, old, self.task.layers))
+        return uploads._replace(tensors=fill(uploads.sent, uploads.tensors, take(server["models"], cohort.ids)))
+
     def init_client(self) -> ClientState:
-        return self.task.initial() if self.num_retained else super().init_client()
+        return self.task.initial() if self.num_retained or self.keep_below else super().init_client()
 
     def init_unseen(self, server: ServerState, initial: ClientState) -> ClientState:
         own = take(server["models"], num_clients(server) - 1)  # for the layers that it retains
@@ -236,6 +272,9 @@ class LearnedMix(MixedModels):
 
     def start(self, client: ClientState, download: Payload) -> Params:
         layers, received = self.task.layers, download.tensors
+        if OWN in download.extras:
+            weights = {name: download.extras[OWN][layers.index[name]].to(v.dtype) for name, v in received.items()}
+            received = {name: value + weights[name] * client[name] for name, value in received.items()}
         used = choose(download.sent, received, client, layers) if self.num_retained else received
         return {**used, **layers.only_statistics(client)}
 

@@ -75,10 +75,12 @@ class PFedLAHeldOut(LearnedMix):
         extras = {} if frozen else {HOLD_OUT: torch.ones(len(cohort.ids), dtype=torch.bool)}
         if not frozen and rounds >= self.warm_up:
             extras[HASH] = draw_hash(cohort.seed, cohort.round, len(self.task.layers)).expand(len(cohort.ids), -1, -1)
-        payload = super().download(server, cohort)._replace(extras=extras)
+        payload = super().download(server, cohort)
+        payload = payload._replace(extras=payload.extras | extras)
         if rounds >= self.warm_up or self.averaging == "mean":
             return payload
-        return payload._replace(tensors=repeat(robust_mean(server["models"], self.averaging), len(cohort.ids)))
+        model = robust_mean(server["models"], self.averaging)  # to which no client adds its own
+        return Payload(repeat(model, len(cohort.ids)), payload.sent, extras)
 
     def aggregate(self, server: ServerState, cohort: Cohort, downloads: Payload, uploads: Payload) -> ServerState:
         is_frozen = HOLD_OUT not in downloads.extras

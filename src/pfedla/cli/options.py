@@ -19,6 +19,7 @@ from pfedla.runs.interruption import Interruption
 Command = Callable[..., None]
 out_console = Console(highlight=False, markup=False)
 PANELS = {"algorithm": "Method", "data": "Data", "training": "Training", "": "Run", "checkpoint": "Run"}
+PANELS["wire"] = "Run"
 PANELS["engine"] = "Engine"
 PLAIN_TYPES = {"integer": int, "number": float, "boolean": bool}
 

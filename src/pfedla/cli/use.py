@@ -151,9 +151,15 @@ def communication(
     participation: Annotated[float, Option(help="Share of the clients in each round.")] = 1.0,
     retain: Annotated[str, Option(help="Layers that stay on the client always, separated by commas: fc3,fc1.")] = "",
     model: Annotated[str, Option(help="A name of `pfedla models`, or auto: by the data's shape.")] = "auto",
+    upload: Annotated[
+        str, Option(help="How uploads are encoded: none, float16, bfloat16, int8, topk, randk.")
+    ] = "none",
+    download: Annotated[str, Option(help="How downloads are encoded.")] = "none",
+    share: Annotated[float, Option(help="Share of the numbers that topk and randk send.")] = 0.05,
     as_json: Json = False,
 ) -> None:
     """Compute what a run sends, in MiB (2^20 bytes), from the model alone. Retained layers save the download."""
+    from pfedla.core.codecs import measure_layers
     from pfedla.core.contracts import num_participants
     from pfedla.core.layers import Layers
     from pfedla.core.models import model_for, outline
@@ -163,9 +169,13 @@ def communication(
     entry = datasets.find(dataset)
     participation = Experiment.parse({"participation": participation}).participation
     name = model_for(entry.shape) if model == "auto" else model
-    layers = Layers.of(outline(name, entry.shape, entry.num_outputs))
+    module = outline(name, entry.shape, entry.num_outputs)
+    layers, tensors = Layers.of(module), {key: value.detach() for key, value in module.named_parameters()}
     retained = layers.positions(split_words(retain))
-    traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained)
+    wire = Experiment.parse({"wire": {"upload": upload, "download": download, "share": share}}).wire
+    ways = {"down": wire.download, "up": wire.upload}
+    sizes = {way: measure_layers(layers, tensors, codec, wire.share) for way, codec in ways.items()}
+    traffic = plan_traffic(layers, num_participants(clients, participation), rounds, retained, **sizes)
     down, up = traffic.down_bytes / MIB, traffic.up_bytes / MIB
     table = Table("layer", "parameters", "sent down", title=f"{name} on {dataset}", title_justify="left")
     for position, (layer, size) in enumerate(zip(layers.names, layers.num_parameters, strict=True)):

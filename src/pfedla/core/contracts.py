@@ -12,7 +12,7 @@ from torch import Tensor
 from pfedla.core.layers import Layers
 from pfedla.core.layers import Params as Params  # re-exported: an algorithm imports its types from here
 from pfedla.core.search import Space
-from pfedla.core.settings import Section, Training
+from pfedla.core.settings import Section, Training, WireSettings
 from pfedla.core.tasks import Task as Task
 from pfedla.core.trees import Tree
 
@@ -125,6 +125,7 @@ class Algorithm(Section, ABC):
     summary: ClassVar[str]
     task: SkipValidation[Task]  # pydantic does not look at it
     training: Training
+    wire: WireSettings = WireSettings()  # how its messages are encoded; see codecs.py
     search: ClassVar[Space] = {}  # option -> what `pfedla tune` chooses from, beside the learning rate
     uses_lr: ClassVar[bool] = True  # whether the learning rate of [training] matters
     personalizes_on_data: ClassVar[bool] = False  # whether `personalize` looks at `data`; else it may be empty

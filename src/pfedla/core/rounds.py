@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pfedla.core import codecs
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Engine, Failure, Payload, ServerState
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.layers import Layers, Params, is_finite, stack, take
@@ -93,17 +94,16 @@ def run_rounds(
             counted = num_examples if uploads.max_examples == "off" else num_examples.clamp(max=uploads.max_examples)
             cohort = Cohort.sample(counted, number, participation, seed)
             cohort, downloads = leave_out(excluded or {}, cohort, algorithm.download(server, cohort))
+            messages, downloads = pack(algorithm, server, cohort, downloads)
         with timed(seconds, "train"):
-            answers = engine.train(cohort, downloads) if len(cohort.ids) else []
+            answers = engine.train(cohort, messages) if len(cohort.ids) else []
         with timed(seconds, "server"):
             given = (algorithm, server, cohort, downloads, answers)
             accepted, failures = accept(*given, norm_bound=uploads.norm_bound, lengths=lengths)
             lengths = accepted.lengths
-            down = int(payload_bytes(downloads, algorithm.task.layers).sum())
+            down = int(payload_bytes(messages, algorithm.task.layers).sum())
             if len(accepted.cohort.ids):
-                kinds = describe_state(server)
-                server = algorithm.aggregate(server, accepted.cohort, accepted.downloads, accepted.uploads)
-                check_state(algorithm.name, kinds, describe_state(server))
+                server = aggregate(algorithm, server, accepted)
             engine.commit(accepted.cohort.ids)
         evaluation, evaluation_failures = None, dict[int, Failure]()
         is_last = number == rounds.stop - 1
@@ -127,6 +127,26 @@ def run_rounds(
             lengths=lengths,
             moved=accepted.moved,
         )
+
+
+def pack(algorithm: Algorithm, server: ServerState, cohort: Cohort, downloads: Payload) -> tuple[Payload, Payload]:
+    """Return the messages to a cohort, and what the clients will decode; the same where nothing is encoded."""
+    if algorithm.wire.download == "none" or not len(cohort.ids):
+        return downloads, downloads
+    return codecs.pack_downloads(algorithm, server, cohort, downloads)
+
+
+def aggregate(algorithm: Algorithm, server: ServerState, accepted: "Accepted") -> ServerState:
+    """Return the next server state; the tensors of `server` may be written into."""
+    given, links = (accepted.cohort, accepted.downloads, accepted.uploads), ServerState()
+    if algorithm.wire.upload != "none" or algorithm.wire.download != "none":
+        server, links = codecs.split_links(server)
+    kinds = describe_state(server)
+    server = algorithm.aggregate(server, *given)
+    check_state(algorithm.name, kinds, describe_state(server))
+    if links:
+        codecs.advance_links_(algorithm, links, *given)
+    return {**server, **links} if links else server
 
 
 def leave_out(excluded: Mapping[int, int], cohort: Cohort, downloads: Payload) -> tuple[Cohort, Payload]:
@@ -163,7 +183,7 @@ def in_chunks(algorithm: Algorithm, server: ServerState, cohort: Cohort) -> Iter
     """Yield what the cohort would be sent now, a few clients at a time, to bound the memory."""
     for rows in torch.split(torch.arange(len(cohort.ids)), EVALUATION_CHUNK):
         chunk = cohort.only(rows)
-        yield chunk, algorithm.download(server, chunk)
+        yield chunk, pack(algorithm, server, chunk, algorithm.download(server, chunk))[0]
 
 
 def evaluate_all(
@@ -200,11 +220,23 @@ def finite_mean(values: Tensor) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def plan_traffic(layers: Layers, participants: int, rounds: int, retained: list[int]) -> Traffic:
-    """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink."""
-    messages, model = participants * rounds, sum(layers.num_parameters)
-    kept = sum(layers.num_parameters[layer] for layer in set(retained))
-    return Traffic(down_bytes=4 * messages * (model - kept), up_bytes=4 * messages * model)  # float32
+def plan_traffic(
+    layers: Layers,
+    participants: int,
+    rounds: int,
+    retained: list[int],
+    *,
+    down: Sequence[int] | None = None,
+    up: Sequence[int] | None = None,
+) -> Traffic:
+    """Return the traffic of a run that always retains the same layers (Table 3): only downloads shrink.
+
+    `down`, `up`: the bytes of each layer in a message, by default those of float32; see `codecs.measure_layers`.
+    """
+    plain = [4 * count for count in layers.num_parameters]
+    messages, kept = participants * rounds, {*retained}
+    sent = sum(size for layer, size in enumerate(down or plain) if layer not in kept)
+    return Traffic(down_bytes=messages * sent, up_bytes=messages * sum(up or plain))
 
 
 @dataclass(frozen=True)
@@ -272,10 +304,14 @@ def accept(
     """Return the answers that can be used, and for every other client of the cohort why its answer cannot."""
     sound, failures, num_bytes = dict[int, Answer](), dict[int, Failure](), 0  # both by row
     layers, is_share, ids = algorithm.task.layers, algorithm.task.objective.metric.percent, cohort.ids.tolist()
-    moves, lengths = dict[int, Move](), lengths or {}
+    moves, lengths, is_coded = dict[int, Move](), lengths or {}, algorithm.wire.upload != "none"
     for row, answer in enumerate(answers):
         expected = algorithm.upload_like(downloads.rows(row))
+        if is_coded:
+            expected = codecs.pack_form(algorithm, expected)
         checked = answer if isinstance(answer, Failure) else check_answer(answer, expected, is_share=is_share)
+        if is_coded and isinstance(checked, Answer):
+            checked = unpack_answer(algorithm, server, downloads.rows(row), checked, cohort, ids[row])
         if isinstance(checked, Answer) and norm_bound != "off":
             checked = find_too_large(checked.upload.tensors, layers) or checked
         if isinstance(checked, Failure):
@@ -287,6 +323,7 @@ def accept(
     for row, answer in sound.items():
         only = torch.tensor([row])  # one by one: all at once would be a copy of every model
         start = take(algorithm.starts(server, cohort.only(only), downloads.rows(only)), 0)
+        sound[row] = answer = answer._replace(upload=fill_unsent(answer.upload, start, layers))
         moves[ids[row]] = Move.measure(answer.upload, start)
     too_long = {} if norm_bound == "off" else find_too_long(moves, lengths, norm_bound)
     failures |= {row: too_long[client] for row, client in enumerate(ids) if client in too_long}
@@ -341,6 +378,23 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
     # In the server's order of names: sums over tensors must not depend on the order a client sends.
     upload = Payload({n: tensors[n] for n in expected.tensors}, sent, extras={n: extras[n] for n in expected.extras})
     return answer._replace(upload=upload.map(Tensor.detach))
+
+
+def fill_unsent(upload: Payload, start: Params, layers: Layers) -> Payload:
+    """Return an upload in which a layer that did not travel is as if training had not moved it."""
+    unsent = {name for name in upload.tensors.keys() & start.keys() if not upload.sent[layers.index[name]]}
+    return upload._replace(tensors={n: start[n] if n in unsent else v for n, v in upload.tensors.items()})
+
+
+def unpack_answer(
+    algorithm: Algorithm, server: ServerState, download: Payload, answer: Answer, cohort: Cohort, client: int
+) -> Answer | Failure:
+    """Return a checked answer with its upload decoded, or why it cannot be."""
+    try:
+        upload = codecs.unpack_upload(algorithm, server, download, answer.upload, cohort, client)
+    except PfedlaError as error:
+        return Failure("not an upload", str(error))
+    return answer._replace(upload=upload) if is_finite(upload.tensors) else NOT_FINITE
 
 
 def payload_bytes(payload: Payload, layers: Layers) -> Tensor:

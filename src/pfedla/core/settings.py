@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 Recalibrate = Literal["unsampled", "never", "always"]
+CodecName = Literal["none", "float16", "bfloat16", "int8", "topk", "randk"]
 Attack = Literal["none", "nan", "noise", "sign-flip", "scale", "label-flip", "initial", "free-rider"]
 
 Rate = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)]
@@ -91,6 +92,19 @@ class UploadSettings(Section):
     """Most examples that a client counts for in weighted means; 1 weighs all clients alike."""
     max_failed_rounds: Positive = 5
     """Stop the run after this many rounds in a row without a usable upload."""
+
+
+class WireSettings(Section):
+    """How the trained tensors are encoded when they are sent, for every method (docs/compression.md)."""
+
+    upload: Annotated[CodecName, Option("upload")] = "none"
+    """What clients send. none: the numbers as they are. The others encode the difference to what the server has of the
+    client: float16, bfloat16, int8 (a scale per 256 numbers, stochastic rounding), topk (the largest), randk (random
+    ones)."""
+    download: Annotated[CodecName, Option("download")] = "none"
+    """What clients are sent, encoded likewise as the difference to what the client has received before."""
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    """Share of a tensor's numbers that topk and randk send, one at least."""
 
 
 class CheckpointSettings(Section):

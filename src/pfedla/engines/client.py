@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pfedla.core import codecs
 from pfedla.core.contracts import Algorithm, Answer, ClientState, Cohort, LocalData, LocalResult, Payload, generator
 from pfedla.core.errors import PfedlaError
 from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
@@ -44,10 +45,22 @@ class Client:
 
     def update(self, download: Payload, cohort: Cohort) -> Outcome:
         """Train for a round; return the private state after it and what is sent."""
+        download = self.unpack(download, cohort)
         data = self.local_data(cohort, download, self.limit_epochs(cohort))
         with drawing([self], cohort):
-            result = self.method_at(cohort.round).local_update(self.state, download, data)
+            result = self.method_at(cohort.round).local_update(self.own_state, download, data)
         return self.conclude(result, self.evaluate(result.model), download, cohort)
+
+    @property
+    def own_state(self) -> ClientState:
+        """The method's part of the private state."""
+        return codecs.drop_private(self.state) if encodes(self.algorithm) else self.state
+
+    def unpack(self, download: Payload, cohort: Cohort) -> Payload:
+        """Return what a message of the server holds."""
+        if self.algorithm.wire.download == "none":
+            return download
+        return codecs.unpack_download(self.algorithm, self.state, download, cohort, self.number)
 
     def method_at(self, round: int) -> Algorithm:
         """Return the algorithm with the learning rate of a round."""
@@ -66,17 +79,22 @@ class Client:
 
     def conclude(self, result: LocalResult, test: Test, download: Payload, cohort: Cohort) -> Outcome:
         """Return the private state after training and the answer, which an attacker falsifies."""
-        kinds = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in (self.state, result.client)]
+        own = self.own_state
+        kinds = [{name: (v.shape, v.dtype) for name, v in state.items()} for state in (own, result.client)]
         if kinds[0] != kinds[1]:
             raise PfedlaError("local_update changed the names, shapes or dtypes of the private state")
         finite, upload = is_finite(result.model) and is_finite(result.client), result.upload.to("cpu")
         if self.attacks(cohort):
             task = self.algorithm.task
             received = {name: v for name, v in download.tensors.items() if download.sent[task.layers.index[name]]}
-            start = task.initial() if self.faults.attack == "initial" else {**self.state, **received}
+            start = task.initial() if self.faults.attack == "initial" else {**own, **received}
             start = {name: value.cpu() for name, value in start.items()}
             upload = falsify(self.faults, cohort, self.number, upload, start)
-        return result.client, Answer(upload, result.loss.cpu(), score=test[0], loss=test[1], finite=finite)
+        state = result.client
+        if encodes(self.algorithm):
+            links, upload = codecs.pack_upload(self.algorithm, self.state, download, upload, cohort, self.number)
+            state = {**state, **{name: value.to(self.device) for name, value in links.items()}}
+        return state, Answer(upload, result.loss.cpu(), score=test[0], loss=test[1], finite=finite)
 
     def evaluate(self, model: Params, *, whole: bool = False) -> Test:
         with torch.no_grad(), drawing([self]):
@@ -86,11 +104,12 @@ class Client:
 
     def personalize(self, download: Payload, cohort: Cohort) -> Params:
         """Return the personal model; estimate the statistics of a client that never trained."""
+        download = self.unpack(download, cohort)
         data = LocalData(has_trained=torch.tensor(self.has_trained, device=self.device))
         if self.algorithm.personalizes_on_data:
             data = self.local_data(cohort, download)
         with drawing([self], cohort):
-            model = self.method_at(cohort.round).personalize(self.state, download, data)
+            model = self.method_at(cohort.round).personalize(self.own_state, download, data)
         estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not self.has_trained)
         if not self.algorithm.task.layers.statistics or not estimates:
             return model
@@ -129,6 +148,10 @@ class Client:
         return Examples(map_tree(self.algorithm.task.lay_out, x), examples.y.to(self.device))
 
 
+def encodes(algorithm: Algorithm) -> bool:
+    return algorithm.wire.upload != "none" or algorithm.wire.download != "none"
+
+
 def drawing(clients: Sequence[Client], cohort: Cohort | None = None) -> AbstractContextManager[None]:
     """Let random layers (dropout) draw from a stream per client and round, or per client in a test."""
     if not clients[0].algorithm.task.draws:
@@ -160,7 +183,7 @@ def make_client(algorithm: Algorithm, outline: Outline, examples: Split, setting
     else:
         task.try_out(x)
     method = algorithm.model_copy(update={"task": task})
-    state = method.init_client()
+    state = {**method.init_client(), **codecs.init_private(method)}
     return Client(train=train, test=test, outline=outline, algorithm=method, state=state, device=device)
 
 

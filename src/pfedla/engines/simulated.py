@@ -241,9 +241,12 @@ def count_numbers(client: Client) -> tuple[int, int]:
 def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) -> list[Outcome]:
     """Train clients of equal size and epochs at once."""
     epochs = clients[0].limit_epochs(cohort)
+    if clients[0].algorithm.wire.download != "none":
+        received = [client.unpack(downloads.rows(row), cohort) for row, client in enumerate(clients)]
+        downloads = downloads._replace(tensors=stack([one.tensors for one in received]))
     data = [client.local_data(cohort, downloads.rows(row), epochs) for row, client in enumerate(clients)]
     stacked = LocalData(*(stack_trees(parts) for parts in zip(*data, strict=True)))
-    states = stack([client.state for client in clients])
+    states = stack([client.own_state for client in clients])
     with drawing(clients, cohort):
         update = clients[0].method_at(cohort.round).local_update
         results = vmap(update, randomness="different")(states, downloads, stacked)

@@ -118,7 +118,7 @@ class Site:
         """Return the client after its round `base`, the download, and the cohort: a site knows of no other client."""
         config, ids, state = read_config(content), torch.tensor([self.number]), self.client.state
         cohort = Cohort(int(config["round"]), int(config["seed"]), ids=ids, num_examples=torch.zeros_like(ids))
-        download = decode_download(content, self.task.initial(), self.task.layers, self.num_clients)
+        download = decode_download(content, self.client.algorithm, self.num_clients)
         base = int(config["base"])
         if base and state:
             kept = read_tensors(self._state_path(base), {name: value.to("meta") for name, value in state.items()})

@@ -7,7 +7,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from pfedla.core.contracts import Answer, Failure, Params, Payload
+from pfedla.core.codecs import packed_like
+from pfedla.core.contracts import Algorithm, Answer, Failure, Params, Payload
 from pfedla.core.errors import PfedlaError, shown
 from pfedla.core.files import read_plain_array
 from pfedla.core.layers import Layers
@@ -69,15 +70,20 @@ def read_numbers(content: RecordDict, *keys: str) -> list[float]:
     return numbers
 
 
-def decode_download(content: RecordDict, model: Params, layers: Layers, num_clients: int) -> Payload:
-    """Return what the server sent, checked against the site's model. Tensors that were not sent become NaN."""
+def decode_download(content: RecordDict, algorithm: Algorithm, num_clients: int) -> Payload:
+    """Return what the server sent, checked against the site's model. Tensors that were not sent become NaN.
+
+    Encoded tensors stay encoded.
+    """
+    plain, layers = algorithm.task.initial(), algorithm.task.layers
+    model = packed_like(algorithm, "download", plain)
     mask, names = (read_config(content).get(key) for key in ("sent", "names"))
     is_mask = isinstance(mask, list) and len(mask) == len(layers) and set(mask) <= {0, 1}
     if not is_mask or not isinstance(names, list) or not set(names) <= model.keys():
         raise PfedlaError(f"the server sent an invalid mask {shown(mask)} or names {shown(names)}")
     sent = torch.tensor(mask, dtype=torch.bool)
     tensors = decode_tensors(content.get(TENSORS), model)
-    extras = decode_tensors(content.get(EXTRAS), model, times=num_clients)  # at most every other client's model
+    extras = decode_tensors(content.get(EXTRAS), plain, times=num_clients)  # at most every other client's model
     due = {name: model[name] for name in names if sent[layers.index[name]]}
     if due:  # all parameters of the sent layers
         due |= {name: value for name, value in layers.parameters(model).items() if sent[layers.index[name]]}
@@ -85,7 +91,8 @@ def decode_download(content: RecordDict, model: Params, layers: Layers, num_clie
     checked = check_answer(came, Payload(due, sent, extras))
     if isinstance(checked, Failure):
         raise PfedlaError(f"what the server sent cannot be used: {checked.reason}: {checked.detail}")
-    unsent = {name: torch.full_like(model[name], torch.nan) for name in names if name not in due}
+    missing = {name: model[name] for name in names if name not in due}
+    unsent = {n: torch.full_like(v, torch.nan if v.is_floating_point() else 0) for n, v in missing.items()}
     return Payload(tensors | unsent, sent, extras)
 
 

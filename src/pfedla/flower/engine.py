@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from pfedla.core.codecs import expect_upload
 from pfedla.core.contracts import Algorithm, Answer, ClientMetrics, Cohort, Failure, Params, Payload
 from pfedla.core.errors import GaveUpError, PfedlaError, shown
 from pfedla.core.rounds import NO_ANSWER
@@ -108,7 +109,7 @@ class FlowerEngine:
                 answers.append(reply)
             else:
                 self._wire[2:] += measure(reply)
-                expected = self.algorithm.upload_like(downloads.rows(row))
+                expected = expect_upload(self.algorithm, downloads.rows(row))
                 answers.append(decode_answer(reply, expected, self.algorithm.task.layers))
         return answers
 

@@ -9,6 +9,7 @@ import numpy as np
 from pfedla.report.figures import finish_curves, panels
 from pfedla.report.reading import Array, Metric, Values
 from pfedla.report.significance import standard_error
+from pfedla.reproduction.frontier import draw_frontier
 from pfedla.reproduction.grid import Paper
 from pfedla.reproduction.summaries import Summary, collect_rows
 
@@ -208,4 +209,4 @@ def count_seeds(*counts: int) -> str:
 
 
 FIGURES = {"toy": draw_toy, "evolution": draw_evolution, "heatmap": draw_heatmap, "layer-weights": draw_layer_weights}
-FIGURES |= {"table": draw_curves, "retained": draw_options, "neighbours": draw_options}
+FIGURES |= {"table": draw_curves, "retained": draw_options, "neighbours": draw_options, "frontier": draw_frontier}

@@ -18,6 +18,7 @@ from pfedla.report.reading import MIB, Metric
 from pfedla.report.rows import Row
 from pfedla.report.tables import latex_table, markdown_table
 from pfedla.reproduction import site_results
+from pfedla.reproduction.frontier import FRONTIER_NOTE, tabulate_frontier
 from pfedla.reproduction.grid import Grid, Paper
 from pfedla.reproduction.paper_figures import (
     FIGURES,
@@ -29,7 +30,7 @@ from pfedla.reproduction.paper_figures import (
 )
 from pfedla.reproduction.summaries import Summary, after_training, collect_rows
 
-TABLES = ("table", "retained", "neighbours")  # forms; the others are figures
+TABLES = ("table", "retained", "neighbours", "frontier")  # forms; the others are figures
 ROUNDS = 75  # of the paper's table of MiB
 NOTE = (
     "Test {metric} of the personal models on every client's own test data, mean of clients, last round. "
@@ -194,6 +195,7 @@ def to_markdown(summary: Summary, paper: Paper) -> str:
     parts = [markdown_table(weights)] if (weights := tabulate_weights(summary)) else []
     parts += [markdown_table(tabulate(summary, paper)), explain(summary)]
     parts += [markdown_table(after), AFTER_NOTE] if (after := tabulate_after_training(summary, paper)) else []
+    parts += [markdown_table(costs), FRONTIER_NOTE] if (costs := tabulate_frontier(summary)) else []
     if differences := tabulate_differences(summary):
         best = "highest" if metric_of(summary).higher_is_better else "lowest"
         parts += [markdown_table(differences), PAIRED_NOTE.format(best=best)]

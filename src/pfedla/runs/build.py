@@ -104,6 +104,7 @@ def build_around(
         batch = Examples(federation.normalise(some.x), some.y)
         task.check(*batch, num_outputs)
     method = algorithms.create(section.name, task, training, section.options)
+    method = method.model_copy(update={"wire": experiment.wire})
     check_affordable(f"the models of {num_clients} clients", num_clients * sum(task.layers.num_parameters))
     method.check(num_clients)
     check_faults(experiment.faults, num_clients, training.local_epochs, objective.name)

@@ -67,6 +67,7 @@ class Experiment(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     engine: settings.EngineSettings = settings.EngineSettings()
     uploads: settings.UploadSettings = settings.UploadSettings()
+    wire: settings.WireSettings = settings.WireSettings()
     faults: settings.Faults = settings.Faults()
     checkpoint: settings.CheckpointSettings = settings.CheckpointSettings()
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from pfedla import __version__
 from pfedla.algorithms import short_name
+from pfedla.core.codecs import init_links
 from pfedla.core.contracts import Algorithm, Params, ServerState
 from pfedla.core.errors import InUseError, PfedlaError
 from pfedla.core.files import read_object, read_tensors, refuse_links, safe_name, sha256, write_text, write_whole
@@ -274,7 +275,8 @@ class RunState(BaseModel):
 
 
 def fresh_state(algorithm: Algorithm, num_clients: int, seed: int) -> RunState:
-    state = RunState(server=algorithm.init_server(num_clients, seed), after_training=[None] * num_clients)
+    server = {**algorithm.init_server(num_clients, seed), **init_links(algorithm, num_clients)}
+    state = RunState(server=server, after_training=[None] * num_clients)
     state.take_snapshot(algorithm, plan_snapshots(algorithm, num_clients))
     return state
 

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from pfedla.algorithms import check_joining, create
+from pfedla.core.codecs import split_links
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, sum_files, write_tensors, write_text
 from pfedla.core.layers import stack
 from pfedla.core.rounds import DIVERGED, Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
+from pfedla.core.settings import WireSettings
 from pfedla.data.federation import Federation, digest_of
 from pfedla.engines.simulated import TRAINED, SimulatedEngine
 from pfedla.report.reading import Metric
@@ -60,8 +62,12 @@ def join(method: Algorithm, state: RunState, unseen: Federation, experiment: Exp
 
 
 def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experiment: Experiment, rounds: int) -> Joined:
-    """Admit the client after the run's others and run `rounds`, or none where there is nothing to learn."""
-    before, place = state.server, len(state.after_training)
+    """Admit the client after the run's others and run `rounds`, or none where there is nothing to learn.
+
+    Its messages are not encoded.
+    """
+    method, before = method.model_copy(update={"wire": WireSettings()}), split_links(state.server)[0]
+    place = len(state.after_training)
     cohort = Cohort(state.round + 1, experiment.seed, ids=torch.tensor([place]), num_examples=unseen.num_examples)
     admitted = method.admit(before, experiment.seed)
     server = _protect_others(method, admitted, admitted, before)
