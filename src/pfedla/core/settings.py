@@ -102,6 +102,24 @@ class CheckpointSettings(Section):
     """Save after the first round that ends this many minutes after the last save. 0: not by time."""
 
 
+class Privacy(Section):
+    """Differential privacy of the single training example, in all that a client sends. By default off."""
+
+    epsilon: Rate | Literal["off"] = "off"
+    """The ε that no client exceeds in all rounds of the run; the noise follows from it. off: see `noise_multiplier`."""
+    noise_multiplier: Factor | Literal["off"] = "off"
+    """Standard deviation of the noise, in units of `max_grad_norm`, in place of an `epsilon`; ε is then reported."""
+    delta: Share | Auto = AUTO
+    """The δ of each client. auto: a tenth of one over its number of training examples."""
+    max_grad_norm: Rate = 1.0
+    """Largest norm of one example's gradient; longer ones are scaled to it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether training is private."""
+        return self.epsilon != "off" or self.noise_multiplier != "off"
+
+
 class Faults(Section):
     """What goes wrong on purpose, drawn from the seed. By default nothing."""
 

@@ -67,6 +67,7 @@ class Experiment(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     engine: settings.EngineSettings = settings.EngineSettings()
     uploads: settings.UploadSettings = settings.UploadSettings()
+    privacy: settings.Privacy = settings.Privacy()
     faults: settings.Faults = settings.Faults()
     checkpoint: settings.CheckpointSettings = settings.CheckpointSettings()
 
@@ -94,8 +95,9 @@ class Experiment(Section):
         """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
-        # With schedule cosine the learning rate of every round depends on the last.
-        may_change = FREE if self.training.schedule == "cosine" else {**FREE, "rounds": True}
+        # With schedule cosine the learning rate of every round depends on the last, with an epsilon its noise.
+        is_planned = self.training.schedule == "cosine" or self.privacy.epsilon != "off"
+        may_change = FREE if is_planned else {**FREE, "rounds": True}
         values = self.model_dump(exclude=may_change, exclude_defaults=True)
         defaults = default_options(self.algorithm.name)
         options = {key: value for key, value in self.algorithm.options.items() if defaults.get(key) != value}
