@@ -73,7 +73,7 @@ def example_gradients(task: Task, parameters: Params, x: Tree, y: Tensor, only: 
         one = map_tree(lambda part: part.unsqueeze(0), x)
         return Task.gradient(task, parameters, {}, one, y.unsqueeze(0), only)[0]
 
-    return vmap(of_one, randomness="different")(x, y)  # type: ignore[no-any-return]
+    return vmap(of_one, randomness="different")(x, y)
 
 
 def private_gradient(
