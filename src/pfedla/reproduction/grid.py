@@ -46,7 +46,7 @@ class Grid(Section):
     """Rows (a method and its options) times columns (a data set, a number of clients) times seeds are its cells."""
 
     title: str
-    form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites"]
+    form: Literal["table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites", "privacy"]
     source: str = "paper"  # whose numbers paper.toml has
     seeds: list[int] = Field([0], min_length=1)
     folder: str = ""  # where the files are that its columns name
