@@ -385,3 +385,62 @@ def test_a_client_is_excluded_when_a_deployment_goes_back(tmp_path: Path) -> Non
     check(grid.deployment)
     config = flatten_dict({"deployment": {"exclude": '["1"]'}})
     assert Deployment.from_run_config(flatten_dict(grid.deployment.to_run_config()) | config).exclude == ("1",)
+
+
+NOISY = {"privacy": {"epsilon": 8.0}}
+
+
+def test_a_private_site_draws_as_the_simulation_where_noise_comes_from_the_seed(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedrep", **NOISY)
+    grid.config = [{**one, "noise": "seed", "share-metrics": True} for one in grid.config]
+    run_server(grid)
+    ours = check(grid.deployment)
+    simulated = read_result(tmp_path / "fed" / "simulated" / "run" / "result.json")
+    assert ours["privacy"] == simulated["privacy"]
+    for client in range(3):
+        kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
+        assert kept == {"epochs": 4, "epsilon": ours["privacy"]["epsilon"]["per_client"][client]}
+
+
+def test_a_private_site_tells_no_metrics_and_draws_from_the_system(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedavg", **NOISY)
+    run_server(grid)
+    for message in [one for one in grid.sent if one.metadata.message_type == "train"]:
+        assert message.content.config_records["config"]["seed"] == 0
+    result = result_of(grid)
+    assert result["score"]["per_client"] == [None] * 3
+    assert result["failures"] == {}
+    with pytest.raises(AssertionError):  # other noise than the seed's
+        check(grid.deployment, keys=())
+
+
+def test_a_site_counts_what_the_server_has_lost_and_refuses_what_exceeds_its_epsilon(tmp_path: Path) -> None:
+    """The server is cut off in round 2 after all sites have trained, resumes, and asks for round 2 again."""
+    grid = grid_of(tmp_path, "fedavg", **NOISY)
+
+    def power_cut(client: int, message: Message) -> Message:
+        if (grid.round, client, message.metadata.message_type) == (2, 2, "train"):
+            raise KeyboardInterrupt
+        return message
+
+    grid.change = power_cut
+    with pytest.raises(KeyboardInterrupt):
+        run_server(grid)
+    grid.change = lambda client, message: message
+    said = run_server(grid, resume=True)
+    assert result_of(grid)["failures"] == {str(client): {"refused": 1} for client in range(3)}, said
+    for client in range(3):
+        kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
+        assert kept["epochs"] == 4
+        assert kept["epsilon"] <= 8.0
+
+
+def test_a_site_can_ask_for_more_privacy_than_the_server(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedavg")
+    grid.config[1]["max-epsilon"] = 3.0
+    said = run_server(grid)
+    assert any("client 1 cannot join: this site asks for max-epsilon" in line for line in said)
+    strict = grid_of(tmp_path / "other", "fedavg", **NOISY)
+    strict.config[1]["max-epsilon"] = 3.0
+    run_server(strict)
+    assert result_of(strict)["failures"] == {"1": {"refused": 2}}
