@@ -135,7 +135,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
         values = {**values, "training": _drop_removed(training)}
     if isinstance(algorithm, dict):
         if algorithm.get("rule") == "held-out":  # the other rule, "paper", is what pfedla and heurpfedla are now
-            algorithm = algorithm | {"name": "pfedla-heldout", "sketch": "exact", "min_held_out": 2}
+            algorithm = algorithm | {"name": "pfedla-heldout", "sketch": "exact"}
         if "rule" in algorithm:
             known = {"name", *default_options(algorithm.get("name", "pfedla"))}
             algorithm = {key: value for key, value in algorithm.items() if key in known}
