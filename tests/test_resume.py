@@ -21,7 +21,15 @@ COMMAND = (sys.executable, "-m", "pfedla", "run")
 COMMON = ("-d", "digits", "--clients", "4", "--samples", "60", "--model", "mlp", "--local-epochs", "1")
 FAULTY = (*COMMON, "--participation", "0.75", "--set", "faults.dropout=0.2")
 NEIGHBOURS = ("--set", "algorithm.neighbours=2")
-LEARNING = (*NEIGHBOURS, "--set", "algorithm.warm_up=5", "--set", "algorithm.learning_rounds=60")
+LEARNING = (
+    *NEIGHBOURS,
+    "--set",
+    "algorithm.warm_up=5",
+    "--set",
+    "algorithm.min_held_out=2",
+    "--set",
+    "algorithm.learning_rounds=60",
+)
 OPTIONS = {"fedavg": (), "pfedla": NEIGHBOURS, "heurpfedla": NEIGHBOURS, "pfedla-heldout": LEARNING}
 TINY = ("-a", "heurpfedla", *FAULTY, *NEIGHBOURS)
 
