@@ -17,6 +17,7 @@ from flwr.common.config import flatten_dict
 
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.core.objectives import CLASSIFICATION
+from pfedla.core.settings import Privacy
 from pfedla.flower.client_app import Site, reply
 from pfedla.flower.codec import HEADER_BYTES
 from pfedla.flower.deployment import Deployment
@@ -399,7 +400,8 @@ def test_a_private_site_draws_as_the_simulation_where_noise_comes_from_the_seed(
     assert ours["privacy"] == simulated["privacy"]
     for client in range(3):
         kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
-        assert kept == {"epochs": 4, "epsilon": ours["privacy"]["epsilon"]["per_client"][client]}
+        assert kept["epsilon"] == pytest.approx(ours["privacy"]["epsilon"]["per_client"][client])
+        assert len(kept["releases"]) == 2  # a round each
 
 
 def test_a_private_site_tells_no_metrics_and_draws_from_the_system(tmp_path: Path) -> None:
@@ -431,8 +433,29 @@ def test_a_site_counts_what_the_server_has_lost_and_refuses_what_exceeds_its_eps
     assert result_of(grid)["failures"] == {str(client): {"refused": 1} for client in range(3)}, said
     for client in range(3):
         kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
-        assert kept["epochs"] == 4
-        assert kept["epsilon"] <= 8.0
+        assert len(kept["releases"]) == 2  # round 2 once, though it was asked for twice
+        assert 7.8 < kept["epsilon"] <= 8.0
+
+
+def test_a_site_composes_what_it_released_under_other_settings(tmp_path: Path) -> None:
+    """A server that changes the noise in the middle of a run gets no new budget."""
+    grid = grid_of(tmp_path, "fedavg", rounds=1, privacy={"noise_multiplier": 2.0})
+    run_server(grid)
+    first = json.loads((site_folder(grid, 0) / "privacy.json").read_text())
+    quiet = grid.deployment.experiment.model_copy(update={"rounds": 2, "privacy": Privacy(noise_multiplier=50.0)})
+    context = grid.context(0)
+    site = Site(
+        grid.deployment.model_copy(update={"experiment": quiet}),
+        dict(grid.sent[-1].content.config_records["config"], client=0),
+        context.node_config,
+    )
+    site._spend(2)
+    after = json.loads((site_folder(grid, 0) / "privacy.json").read_text())
+    assert [one[0] for one in after["releases"]] == [2.0, 50.0]
+    assert after["epsilon"] > first["epsilon"]
+    site.limit = first["epsilon"]
+    with pytest.raises(PfedlaError, match="once more"):
+        site._spend(2)
 
 
 def test_a_site_can_ask_for_more_privacy_than_the_server(tmp_path: Path) -> None:

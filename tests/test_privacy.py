@@ -17,7 +17,7 @@ import pfedla
 from pfedla import simulate
 from pfedla.algorithms import ALGORITHMS, PRIVATE
 from pfedla.core import training
-from pfedla.core.accounting import design, measure_epsilon, spent
+from pfedla.core.accounting import Release, design, measure_epsilon, spent
 from pfedla.core.contracts import Cohort, LocalData, Params
 from pfedla.core.errors import NotApplicableError, PfedlaError
 from pfedla.core.models import build_model
@@ -68,9 +68,11 @@ def test_epsilon_is_that_of_opacus_accountant_step_by_step() -> None:
     accountant = opacus.accountants.RDPAccountant()
     for _ in range(120):
         accountant.step(noise_multiplier=1.3, sample_rate=0.05)
-    assert measure_epsilon(1.3, 0.05, 120, 1e-4) == accountant.get_epsilon(delta=1e-4)
-    assert measure_epsilon(0.0, 0.05, 120, 1e-4) == math.inf
-    assert measure_epsilon(1.3, 0.05, 0, 1e-4) == 0.0
+    parts = [Release(1.3, 0.05, 70), Release(1.3, 0.05, 50)]
+    assert measure_epsilon(1e-4, *parts) == pytest.approx(accountant.get_epsilon(delta=1e-4))
+    assert measure_epsilon(1e-4, Release(1.3, 0.05, 120)) == accountant.get_epsilon(delta=1e-4)
+    assert measure_epsilon(1e-4, Release(0.0, 0.05, 120)) == math.inf
+    assert measure_epsilon(1e-4, Release(1.3, 0.05, 0)) == 0.0
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 8.0])

@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from functools import cache
+from typing import NamedTuple
 
 from pfedla.core.errors import PfedlaError
 from pfedla.core.privacy import Mechanism
@@ -14,6 +15,14 @@ from pfedla.core.settings import AUTO, Privacy
 from pfedla.core.training import batch_bounds
 
 TOLERANCE = 0.01  # of the epsilon for which the noise is sought: what is found is below it by at most so much
+
+
+class Release(NamedTuple):
+    """Steps of one kind."""
+
+    noise: float  # multiplier
+    rate: float
+    steps: int
 
 
 def design(privacy: Privacy, num_examples: int, batch_size: int, epochs: int) -> Mechanism:
@@ -55,23 +64,28 @@ def find_noise(epsilon: float, rate: float, steps: int, delta: float) -> float:
 
 
 @cache
-def measure_epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
-    """Return the epsilon of so many steps."""
-    if not steps or not noise:
-        return math.inf if steps else 0.0
+def measure_epsilon(delta: float, *releases: Release) -> float:
+    """Return the epsilon of all steps together."""
+    history = [one for one in releases if one.steps]
+    if not history or not all(one.noise for one in history):
+        return math.inf if history else 0.0
     from opacus.accountants import RDPAccountant
 
     accountant = RDPAccountant()
-    accountant.history = [(noise, rate, steps)]
+    accountant.history = [tuple(one) for one in history]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return float(accountant.get_epsilon(delta=delta))
 
 
+def release(mechanism: Mechanism, epochs: int) -> Release:
+    """Return what so many epochs release."""
+    return Release(mechanism.noise_multiplier, mechanism.rate, epochs * mechanism.steps)
+
+
 def spent(mechanism: Mechanism, epochs: int) -> float:
     """Return the epsilon of so many epochs under a mechanism."""
-    steps = epochs * mechanism.steps
-    return measure_epsilon(mechanism.noise_multiplier, mechanism.rate, steps, mechanism.delta)
+    return measure_epsilon(mechanism.delta, release(mechanism, epochs))
 
 
 def check_installed() -> None:

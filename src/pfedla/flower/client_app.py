@@ -2,7 +2,7 @@
 
 STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
 STATE/<run>/trained_on.npy  hashes of its training examples, for `pfedla evaluate`
-STATE/<run>/privacy.json  over how many epochs of its examples it has trained, with [privacy]
+STATE/<run>/privacy.json  what its training has released, with [privacy]: noise, rate and number of steps
 STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
     kept, enough for any of the server's checkpoints
 STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal model, as in a run folder
@@ -24,7 +24,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 
-from pfedla.core.accounting import design, spent
+from pfedla.core.accounting import Release, design, measure_epsilon, release
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
@@ -118,15 +118,18 @@ class Site:
         """Note what will be released before it is, and keep it noted; refuse what exceeds the bound."""
         if self.client.mechanism is None or not epochs:
             return
-        path = self.folder / "privacy.json"
-        total = epochs + (int(read_object(path)["epochs"]) if path.exists() else 0)
-        epsilon = spent(self.client.mechanism, total)
+        path, mechanism = self.folder / "privacy.json", self.client.mechanism
+        before = read_object(path)["releases"] if path.exists() else []
+        # Each with its own noise: whoever changes the experiment in between does not change what was released.
+        releases = [*(Release(*one) for one in before), release(mechanism, epochs)]
+        epsilon = measure_epsilon(mechanism.delta, *releases)
         if epsilon > self.limit:
             raise PfedlaError(
                 f"this site has trained on its examples as often as epsilon = {self.limit:g} allows; "
                 f"once more would make it {epsilon:.3g}"
             )
-        self._write_json(path.name, {"epochs": total, "epsilon": epsilon if epsilon < math.inf else None})
+        known = epsilon if epsilon < math.inf else None
+        self._write_json(path.name, {"epsilon": known, "delta": mechanism.delta, "releases": releases})
 
     def join(self, content: RecordDict) -> RecordDict:
         return RecordDict({CONFIG: ConfigRecord({"train": len(self.client.train.y)})})
