@@ -84,10 +84,10 @@ class Experiment(Section):
             raise invalid(error, [f"{section}.{one}" for one in known[section]] if inner else known, depth=2) from None
 
     def to_toml(self) -> str:
-        """Return the whole experiment; what is still "auto" is not used and left out."""
+        """Return the whole experiment; what is still "auto" is the default, and left out."""
         values = self.model_dump()
         values = {key: value for key, value in values.items() if value not in (AUTO, {})}
-        for section in ("data", "faults"):
+        for section in ("data", "faults", "privacy"):
             values[section] = {key: value for key, value in values[section].items() if value != AUTO}
         return tomli_w.dumps(values)
 
