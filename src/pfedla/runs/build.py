@@ -125,7 +125,12 @@ def build_around(
     options = algorithms.resolve_options(section.name, section.options)
     resolved |= {"model": model, "training": training}
     resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
-    resolved["engine"], note = resolve_engine(experiment.engine, task, *batch, sizes)
+    engine = experiment.engine
+    if (
+        experiment.privacy.is_on and engine.name == AUTO
+    ):  # stacked, the gradients of all examples cost five times as much
+        engine = engine.model_copy(update={"name": "threaded"})
+    resolved["engine"], note = resolve_engine(engine, task, *batch, sizes)
     if objective.name in OBJECTIVES and objective.name != "classification":
         resolved["task"] = objective.name
     return Built(experiment.model_copy(update=resolved), federation, method, notes=(*federation.warnings, note))

@@ -47,8 +47,6 @@ class Releases:
 
     def count(self, state: RunState, round: Round) -> None:
         """Count one more round."""
-        if not self.is_on:
-            return
         state.evaluations += round.evaluation is not None
         for client in (*round.cohort.ids.tolist(), *round.failures):
             state.asked[client] = state.asked.get(client, 0) + 1
@@ -60,7 +58,7 @@ class Releases:
             spent(mechanism, training * state.asked.get(client, 0) + personal * state.evaluations)
             for client, mechanism in enumerate(self.mechanisms())
         ]
-        return describe(found) if self.is_on else {}
+        return describe(found)
 
     def conclude(self, state: RunState) -> dict[str, Any]:
         """Return what result.json holds."""

@@ -171,7 +171,8 @@ class Run:
         for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
             state.after_training[client] = score if math.isfinite(score) else None
         state.trend = state.trend.follow(round, higher_is_better=self._higher_is_better)
-        self.releases.count(state, round)
+        if self.releases.is_on:
+            self.releases.count(state, round)
         if len(round.cohort.ids):
             state.failed_rounds = 0
         elif round.failures:  # else all clients of the round are excluded
@@ -207,7 +208,7 @@ class Run:
             "cohort": round.cohort.ids.tolist(),
             "retained": {layer: count for layer, count in retained if count},
             "failures": self.state.failures,
-            **self.releases.spent(self.state),
+            **(self.releases.spent(self.state) if self.releases.is_on else {}),
         }
         honest = {"score": self.summarise(evaluation.score[self.honest])}
         for part in (line, honest):
