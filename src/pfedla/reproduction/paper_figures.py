@@ -226,9 +226,7 @@ def draw_privacy(summary: Summary, paper: Paper) -> Any:
                     axis.errorbar([epsilon for epsilon, _ in known], means, errors, **style)
         metric = next(row.metric for rows in by_epsilon.values() for row in rows.values() if row.results)
         left.set(title=name, xlabel="ε", ylabel=metric.axis)
-        right.set(
-            title=f"{name}: weight of the own model", xlabel="ε", ylabel="mean over clients and layers", ylim=(0, 1)
-        )
+        right.set(title=f"{name}: self-weight", xlabel="ε", ylabel="mean over clients and layers", ylim=(0, 1))
         left.legend(fontsize=7)
     return figure
 
