@@ -72,7 +72,7 @@ class EngineSettings(Section):
 
     name: Annotated[Literal["auto", "threaded", "vectorized"], Option("engine")] = AUTO
     """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized on a GPU, and for small networks
-    without convolutions, attention or recurrence if clients have equal sizes, else threaded."""
+    without convolutions, attention or recurrence if clients have equal sizes and there is no [privacy], else threaded."""
     threads: Annotated[int, Field(ge=0, le=1024), Option("threads")] = 0
     """Clients trained at once (threaded). 0: one per core. Does not change the results."""
     device: Annotated[str, Option("device")] = "cpu"
