@@ -71,8 +71,8 @@ class EngineSettings(Section):
     """Where the clients run. The results do not depend on the number of threads."""
 
     name: Annotated[Literal["auto", "threaded", "vectorized"], Option("engine")] = AUTO
-    """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized on a GPU, and for small networks
-    without convolutions, attention or recurrence if clients have equal sizes and there is no [privacy], else threaded."""
+    """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized without [privacy] on a GPU, and
+    for small networks without convolutions, attention or recurrence if clients have equal sizes, else threaded."""
     threads: Annotated[int, Field(ge=0, le=1024), Option("threads")] = 0
     """Clients trained at once (threaded). 0: one per core. Does not change the results."""
     device: Annotated[str, Option("device")] = "cpu"
