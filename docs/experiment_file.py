@@ -21,6 +21,7 @@ MORE = {  # where a section is explained
     "data": "data.md#splits",
     "engine": "performance.md",
     "uploads": "reliability.md#uploads",
+    "privacy": "privacy.md",
     "faults": "reliability.md#faults-on-purpose",
     "wire": "compression.md",
     "checkpoint": "reliability.md#checkpoints",

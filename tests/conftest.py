@@ -32,7 +32,7 @@ settings.load_profile("pfedla")
 NORMS = pytest.mark.parametrize("batch_norm", [False, True], ids=["plain", "batchnorm"])
 FEATURES, CLASSES = 6, 3
 SIZES = (9, 14, 9, 20, 14, 9)
-HELD_OUT: dict[str, Any] = {"warm_up": 0}  # the default warms up for longer than most tests last
+HELD_OUT: dict[str, Any] = {"warm_up": 0, "min_held_out": 2}  # by default most tests would end before it learns
 PRESETS = {"pfedla-heldout": HELD_OUT}
 VARIANTS = {  # options that are a path of their own
     "fedavg-trimmed": ("fedavg", {"averaging": "trimmed"}),
@@ -42,7 +42,7 @@ VARIANTS = {  # options that are a path of their own
     "fedfomo-start": ("fedfomo", {"reference": "start"}),
     "pfedla-compact": ("pfedla", {"hypernetwork": "compact", "neighbours": 3}),
     "pfedla-heldout-sketched": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "sketch": 8}),
-    "pfedla-heldout-median": ("pfedla-heldout", {"warm_up": 1, "averaging": "median"}),
+    "pfedla-heldout-median": ("pfedla-heldout", {**HELD_OUT, "warm_up": 1, "averaging": "median"}),
     "pfedla-heldout-average": ("pfedla-heldout", {**HELD_OUT, "personal": "average"}),
     "pfedla-heldout-retained": ("pfedla-heldout", {**HELD_OUT, "learning_rounds": 2, "retained_layers": 1}),
 }

@@ -18,6 +18,7 @@ from flwr.common.config import flatten_dict
 
 from pfedla.core.errors import GaveUpError, PfedlaError
 from pfedla.core.objectives import CLASSIFICATION
+from pfedla.core.settings import Privacy
 from pfedla.flower.client_app import Site, reply
 from pfedla.flower.codec import HEADER_BYTES, read_config
 from pfedla.flower.deployment import Deployment
@@ -490,3 +491,84 @@ def test_a_client_is_excluded_when_a_deployment_goes_back(tmp_path: Path) -> Non
     check(grid.deployment)
     config = flatten_dict({"deployment": {"exclude": '["1"]'}})
     assert Deployment.from_run_config(flatten_dict(grid.deployment.to_run_config()) | config).exclude == ("1",)
+
+
+NOISY = {"privacy": {"epsilon": 8.0}}
+
+
+def test_a_private_site_draws_as_the_simulation_where_noise_comes_from_the_seed(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedrep", **NOISY)
+    grid.config = [{**one, "noise": "seed", "share-metrics": True} for one in grid.config]
+    run_server(grid)
+    ours = check(grid.deployment)
+    simulated = read_result(tmp_path / "fed" / "simulated" / "run" / "result.json")
+    assert ours["privacy"] == simulated["privacy"]
+    for client in range(3):
+        kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
+        assert kept["epsilon"] == pytest.approx(ours["privacy"]["epsilon"]["per_client"][client])
+        assert len(kept["releases"]) == 2  # a round each
+
+
+def test_a_private_site_tells_no_metrics_and_draws_from_the_system(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedavg", **NOISY)
+    run_server(grid)
+    for message in [one for one in grid.sent if one.metadata.message_type == "train"]:
+        assert message.content.config_records["config"]["seed"] == 0
+    result = result_of(grid)
+    assert result["score"]["per_client"] == [None] * 3
+    assert result["failures"] == {}
+    with pytest.raises(AssertionError):  # other noise than the seed's
+        check(grid.deployment, keys=())
+
+
+def test_a_site_counts_what_the_server_has_lost_and_refuses_what_exceeds_its_epsilon(tmp_path: Path) -> None:
+    """The server is cut off in round 2 after all sites have trained, resumes, and asks for round 2 again."""
+    grid = grid_of(tmp_path, "fedavg", **NOISY)
+
+    def power_cut(client: int, message: Message) -> Message:
+        if (grid.round, client, message.metadata.message_type) == (2, 2, "train"):
+            raise KeyboardInterrupt
+        return message
+
+    grid.change = power_cut
+    with pytest.raises(KeyboardInterrupt):
+        run_server(grid)
+    grid.change = lambda client, message: message
+    said = run_server(grid, resume=True)
+    assert result_of(grid)["failures"] == {str(client): {"refused": 1} for client in range(3)}, said
+    for client in range(3):
+        kept = json.loads((site_folder(grid, client) / "privacy.json").read_text())
+        assert len(kept["releases"]) == 2  # round 2 once, though it was asked for twice
+        assert 7.8 < kept["epsilon"] <= 8.0
+
+
+def test_a_site_composes_what_it_released_under_other_settings(tmp_path: Path) -> None:
+    """A server that changes the noise in the middle of a run gets no new budget."""
+    grid = grid_of(tmp_path, "fedavg", rounds=1, privacy={"noise_multiplier": 2.0})
+    run_server(grid)
+    first = json.loads((site_folder(grid, 0) / "privacy.json").read_text())
+    quiet = grid.deployment.experiment.model_copy(update={"rounds": 2, "privacy": Privacy(noise_multiplier=50.0)})
+    context = grid.context(0)
+    site = Site(
+        grid.deployment.model_copy(update={"experiment": quiet}),
+        dict(grid.sent[-1].content.config_records["config"], client=0),
+        context.node_config,
+    )
+    site._spend(2)
+    after = json.loads((site_folder(grid, 0) / "privacy.json").read_text())
+    assert [one[0] for one in after["releases"]] == [2.0, 50.0]
+    assert after["epsilon"] > first["epsilon"]
+    site.limit = first["epsilon"]
+    with pytest.raises(PfedlaError, match="once more"):
+        site._spend(2)
+
+
+def test_a_site_can_ask_for_more_privacy_than_the_server(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, "fedavg")
+    grid.config[1]["max-epsilon"] = 3.0
+    said = run_server(grid)
+    assert any("client 1 cannot join: this site asks for max-epsilon" in line for line in said)
+    strict = grid_of(tmp_path / "other", "fedavg", **NOISY)
+    strict.config[1]["max-epsilon"] = 3.0
+    run_server(strict)
+    assert result_of(strict)["failures"] == {"1": {"refused": 2}}

@@ -1,13 +1,14 @@
 """pfedla-heldout: weights learned from examples that are not trained on, with gradients sent as sketches."""
 
 import copy
+import math
 from itertools import chain
 from math import prod
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TinyNet, assert_same, budget, engine_for, make, play, received
+from conftest import SIZES, TinyNet, assert_same, budget, engine_for, make, play, received
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -24,6 +25,7 @@ from pfedla.core.settings import Faults
 from pfedla.core.tasks import task_of
 from pfedla.data.federation import Federation
 
+PARTS = ("weight", "bias")
 UNIFORM = torch.full((6, 2, 6), 1 / 6)
 
 
@@ -62,11 +64,34 @@ def test_a_client_sends_the_gradient_of_what_it_holds_out(federation: Federation
             data = engine.clients[client].local_data(cohort, downloads.rows(client))
             start = {name: value.clone().requires_grad_() for name, value in downloads.rows(client).tensors.items()}
             F.cross_entropy(functional_call(TinyNet(), start, (data.held_out_x,)), data.held_out_y).backward()
-            for layer in ("fc1", "fc2"):
-                parts = [start[f"{layer}.{part}"].grad.flatten() for part in ("weight", "bias")]
-                torch.testing.assert_close(answers[client].upload.extras[GRADIENT + layer], torch.cat(parts))
+            sent = torch.cat([answers[client].upload.extras[GRADIENT + layer] for layer in ("fc1", "fc2")])
+            due = torch.cat([start[f"{layer}.{part}"].grad.flatten() for layer in ("fc1", "fc2") for part in PARTS])
+            # Of a length in [1, 2), which says nothing of the gradient's own.
+            torch.testing.assert_close(sent, due * 2.0 ** -math.floor(math.log2(due.norm())))
+            assert 1 <= sent.norm() < 2
     few = answers[0].upload.extras  # of 9 examples it holds out one, too few for BatchNorm
     assert not any(value.any() for value in few.values())
+
+
+def test_a_gradient_of_too_few_examples_is_not_sent_and_the_weights_of_that_client_stay(federation: Federation) -> None:
+    algorithm = make("pfedla-heldout", min_held_out=3)  # of 20 examples a fifth is 4, of 14 it is 2
+    ran, _ = play(algorithm, federation, rounds=range(1, 4))
+    alpha = algorithm.alpha(ran[-1].server)
+    moved = (alpha != UNIFORM).flatten(1).any(1)
+    assert moved.tolist() == [size == 20 for size in SIZES]
+
+
+def test_to_hide_the_length_of_the_gradient_leaves_the_weights_bit_for_bit(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for hide in (pfedla_heldout.hide_length, lambda gradient: gradient):
+        monkeypatch.setattr(pfedla_heldout, "hide_length", hide)
+        algorithm = make("pfedla-heldout", sketch=8)
+        ran, _ = play(algorithm, federation, rounds=range(1, 5))
+        runs.append(algorithm.alpha(ran[-1].server))
+    assert torch.equal(*runs)
+    assert not torch.equal(runs[0], UNIFORM)
 
 
 def one_round(algorithm: Algorithm, federation: Federation, server: ServerState, round: int) -> tuple:

@@ -21,7 +21,15 @@ COMMAND = (sys.executable, "-m", "pfedla", "run")
 COMMON = ("-d", "digits", "--clients", "4", "--samples", "60", "--model", "mlp", "--local-epochs", "1")
 FAULTY = (*COMMON, "--participation", "0.75", "--set", "faults.dropout=0.2")
 NEIGHBOURS = ("--set", "algorithm.neighbours=2")
-LEARNING = (*NEIGHBOURS, "--set", "algorithm.warm_up=5", "--set", "algorithm.learning_rounds=60")
+LEARNING = (
+    *NEIGHBOURS,
+    "--set",
+    "algorithm.warm_up=5",
+    "--set",
+    "algorithm.min_held_out=2",
+    "--set",
+    "algorithm.learning_rounds=60",
+)
 OPTIONS = {"fedavg": (), "pfedla": NEIGHBOURS, "heurpfedla": NEIGHBOURS, "pfedla-heldout": LEARNING}
 TINY = ("-a", "heurpfedla", *FAULTY, *NEIGHBOURS)
 
@@ -142,12 +150,13 @@ def run_until(parent: subprocess.Popen[str], words: list[str], *point: object) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "every"), [("fedrep", 11), ("pfedla", 7)])
+@pytest.mark.parametrize(("name", "every"), [("fedrep", 11), ("pfedla", 7), ("fedavg private", 17)])
 def test_killed_before_every_file_operation_and_again_while_it_resumes(name: str, every: int, tmp_path: Path) -> None:
-    """Of all operations every so many: EVERY_POINT=1 takes each."""
+    """Of all operations every so many: EVERY_POINT=1 takes each. A private run has spent what an uncut one has."""
+    name, _, private = name.partition(" ")
     every, whole, said = int(os.environ.get("EVERY_POINT", every)), tmp_path / "whole", tmp_path / "said"
     quick = ("--local-epochs", "2", "--rounds", "3", "--checkpoint-every", "1", "--quiet", "--resume")
-    run = ["-a", name, *FAULTY, *quick, "--out"]
+    run = ["-a", name, *FAULTY, *quick, *(["--set", "privacy.epsilon=2.0"] if private else []), "--out"]
     words = [sys.executable, "-c", FORKING, str(said)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert run_until(parent, [*run, str(whole)]) == 0, said.read_text()

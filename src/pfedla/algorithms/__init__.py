@@ -16,6 +16,10 @@ from pfedla.core.settings import Training
 # Modules in the order in which their methods are listed. A method is a class that has a `name` of its own.
 MODULES = "local fedavg fedprox fedbn fedper fedrep fedbabu lgfedavg perfedavg pfedme pfedhn ditto apfl fedala fedfomo"
 MODULES += " fedamp similarity fedsa_lora pfedla pfedla_heldout"
+# Whose clients touch their data through `sgd` alone: with [privacy] all that they send, and all that follows from it,
+# is private. The others send or keep more: losses, gradients, weights of their own.
+PRIVATE = "local fedavg fedprox fedper fedrep fedbabu lg-fedavg ditto fedamp layer-similarity model-similarity"
+PRIVATE += " fedsa-lora pfedhn pfedla heurpfedla fedavg-ft"
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 for module in MODULES.split():
     for kind in vars(import_module(f"{__name__}.{module}")).values():
@@ -105,6 +109,14 @@ def check_joining(method: Algorithm) -> None:
     if why := method.cannot_join:
         able = ", ".join(name for name, kind in ALGORITHMS.items() if not kind.cannot_join)
         raise NotApplicableError(f"no client can join a run of {method.name}: {why}; it can with: {able}")
+
+
+def check_privacy(method: Algorithm) -> None:
+    """Raise NotApplicableError for a method whose client does more with its data than private training covers."""
+    if type(method) not in (ALGORITHMS[name] for name in PRIVATE.split()):
+        able = ", ".join(sorted(PRIVATE.split()))
+        why = "uses its clients' data in other ways than by private training"
+        raise NotApplicableError(f"[privacy] does not cover {method.name}, which {why}; it covers {able}")
 
 
 def create(name: str, task: Task, training: Training, options: Mapping[str, object] | None = None) -> Algorithm:

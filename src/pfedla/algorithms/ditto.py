@@ -25,6 +25,10 @@ class Ditto(PartialFedAvg):
         resolve_epochs("personal_epochs", self.personal_epochs, self.training)
         check_pull(self.penalty, self.training.learning_rate)
 
+    def count_epochs(self) -> tuple[int, int]:
+        budget = self.training.local_epochs  # both models are trained on the data
+        return budget + len(resolve_epochs("personal_epochs", self.personal_epochs, self.training)), 0
+
     def init_client(self) -> ClientState:
         return self.task.initial() | add_prefix(GLOBAL, super().init_client())
 

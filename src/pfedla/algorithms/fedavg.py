@@ -28,6 +28,10 @@ class FineTuned(PartialFedAvg):
         super().check(num_clients)
         resolve_epochs("fine_tuning_epochs", self.fine_tuning_epochs, self.training)
 
+    def count_epochs(self) -> tuple[int, int]:
+        epochs = resolve_epochs("fine_tuning_epochs", self.fine_tuning_epochs, self.training)
+        return self.training.local_epochs, len(epochs)
+
     def personalize(self, client: ClientState, download: Payload, data: LocalData) -> Params:
         start = self.start(client, download)
         epochs = resolve_epochs("fine_tuning_epochs", self.fine_tuning_epochs, self.training)

@@ -47,7 +47,8 @@ class PFedLAHeldOut(LearnedMix):
     """Rounds per client, on average, in which they are learned. Then they are frozen."""
     sketch: Sketch = 256
     """Numbers per layer in which the held-out gradient travels. exact: the gradient itself."""
-
+    min_held_out: Annotated[int, Field(ge=2, le=10**6)] = 20
+    """Fewest held-out examples whose gradient is sent; with fewer a client sends zeros and keeps its weights."""
     personal: Literal["mix", "average"] = "mix"
     """The personal model. mix: what the server would send now. average: a moving average of the client's trained
     models."""
@@ -151,8 +152,9 @@ class PFedLAHeldOut(LearnedMix):
         start, extras = self.start(client, download), {}
         parameters, statistics = layers.parameters(start), layers.only_statistics(start)
         gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        if len(data.held_out_y) >= 2:  # else too few for BatchNorm
+        if len(data.held_out_y) >= self.min_held_out:  # else it would tell too much of each
             gradient, _, _ = self.task.gradient(parameters, statistics, data.held_out_x, data.held_out_y)
+            gradient = hide_length(gradient)
         for layer, (name, constants) in enumerate(zip(layers.names, download.extras[HASH], strict=True)):
             row = layer_rows(stack([gradient]), layers, layer)
             extras[GRADIENT + name] = count_sketch(row, constants, self.sketch)[0]
@@ -173,6 +175,17 @@ def watch_lengths(watch: Params, ids: Tensor, lengths: Tensor) -> bool:
     watch["length"][ids] = torch.lerp(usual, lengths, (1 / (rounds + 1)).clamp(min=FOLLOW))
     watch["rounds"][ids] = rounds + 1
     return False
+
+
+def hide_length(gradient: Params) -> Params:
+    """Scale a gradient to a length in [1, 2): the server uses its direction only.
+
+    The factor is a power of two, which leaves every digit of the numbers, and so of the weights, as it was.
+    """
+    length = torch.stack([value.float().square().sum() for value in gradient.values()]).sum().sqrt()
+    sound = (length > 0) & length.isfinite()
+    factor = torch.exp2(-torch.where(sound, length, 1.0).log2().floor())
+    return {name: value * factor.to(value.dtype) for name, value in gradient.items()}
 
 
 def widen(value: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ class LocalData(NamedTuple):
     held_out_x: Tree = torch.empty(0)  # of the training data, the same in every round; see held_out_share
     held_out_y: Tensor = torch.empty(0)
     has_trained: Tensor = torch.tensor(False)  # whether an upload of this client has been accepted before
+    # With [privacy]: `order` is [epochs, steps, largest batch], and these say what private_gradient makes of it.
+    is_drawn: Tensor = torch.empty(0)  # of the same shape: which places of `order` are filled
+    mechanism: Tensor = torch.empty(0)  # largest norm, noise multiplier, expected size of a batch
 
 
 class LocalResult(NamedTuple):
@@ -167,6 +170,10 @@ class Algorithm(Section, ABC):
     def held_out_share(self, download: Payload) -> float:
         """Return the share of its training data that a client holds out in this round."""
         return 0.0
+
+    def count_epochs(self) -> tuple[int, int]:
+        """Return over how many epochs of its data a client trains in a round, and for a personal model."""
+        return self.training.local_epochs, 0
 
     def alpha(self, server: ServerState) -> Tensor | None:
         """Return the weights [receivers, layers, senders] of all clients, if the method has them."""

@@ -3,33 +3,63 @@
 Under vmap the leading axis of a random operator's tensor is the clients: each row is drawn from its own stream.
 """
 
+import math
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pfedla.core.errors import PfedlaError
 
 _current = threading.local()
 _default_stream = threading.Lock()
 
 
 @contextmanager
-def draw_from(*streams: torch.Generator) -> Iterator[None]:
-    """Let the models that run in this thread draw from these streams, one per stacked client."""
-    before, _current.streams = getattr(_current, "streams", ()), streams
+def draw_from(*streams: torch.Generator, secret: bool = False) -> Iterator[None]:
+    """Let the models that run in this thread draw from these streams, one per stacked client.
+
+    `secret`: the noise of private training comes from the operating system.
+    """
+    before = getattr(_current, "streams", ()), getattr(_current, "secret", False)
+    _current.streams, _current.secret = streams, secret
     try:
         yield
     finally:
-        _current.streams = before
+        _current.streams, _current.secret = before
 
 
 def drawing() -> AbstractContextManager[object]:
     """Return a context in which random operators draw from the streams of `draw_from`, if there are any."""
     streams = getattr(_current, "streams", ())
     return _Drawing(streams) if streams else nullcontext()
+
+
+def draw_normal(like: Tensor) -> Tensor:
+    """Return standard normal numbers of the shape, dtype and device of a tensor, from the streams of `draw_from`."""
+    if getattr(_current, "secret", False):
+        uniform = 1.0 - draw_uniform(2 * like.numel(), None)  # more than zero: its logarithm is finite
+        radius, angle = (-2.0 * uniform[::2].log()).sqrt(), 2.0 * math.pi * uniform[1::2]
+        return (radius * angle.cos()).view(like.shape).to(like)  # Box and Muller
+    if not getattr(_current, "streams", ()):
+        raise PfedlaError("private training needs a source of noise: use draw_from")
+    with drawing():
+        noise = torch.randn(like.shape, dtype=like.dtype)
+    return noise.to(like.device)
+
+
+def draw_uniform(count: int, draws: torch.Generator | None) -> Tensor:
+    """Return numbers in [0, 1), in double precision; without `draws` from the operating system."""
+    if draws is not None:
+        return torch.rand(count, generator=draws, dtype=torch.float64)
+    bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> 11
+    return torch.from_numpy(bits * 2.0**-53)
 
 
 class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -371,7 +371,7 @@ def check_answer(answer: object, expected: Payload, *, is_share: bool = True) ->
     training, score, loss = answer.training_loss, answer.score, answer.loss
     if not is_plain(training) or training.shape != () or not training.is_floating_point():
         return Failure("not an upload", "its training loss is no number")
-    if type(score) is not float or type(loss) is not float or (is_share and not 0 <= score <= 1):
+    if type(score) is not float or type(loss) is not float or (is_share and not (math.isnan(score) or 0 <= score <= 1)):
         return Failure("not an upload", f"its score is {shown(score)}, its loss {shown(loss)}")
     if not (answer.finite and is_finite(tensors) and is_finite(extras)):
         return NOT_FINITE

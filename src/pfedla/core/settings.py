@@ -72,8 +72,8 @@ class EngineSettings(Section):
     """Where the clients run. The results do not depend on the number of threads."""
 
     name: Annotated[Literal["auto", "threaded", "vectorized"], Option("engine")] = AUTO
-    """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized on a GPU, and for small networks
-    without convolutions, attention or recurrence if clients have equal sizes, else threaded."""
+    """threaded: a thread pool; vectorized: one stacked tensor (vmap). auto: vectorized without [privacy] on a GPU, and
+    for small networks without convolutions, attention or recurrence if clients have equal sizes, else threaded."""
     threads: Annotated[int, Field(ge=0, le=1024), Option("threads")] = 0
     """Clients trained at once (threaded). 0: one per core. Does not change the results."""
     device: Annotated[str, Option("device")] = "cpu"
@@ -114,6 +114,24 @@ class CheckpointSettings(Section):
     """Save after every so many rounds. 0: not by rounds."""
     minutes: Annotated[float, Field(ge=0, le=10**6)] = 10.0
     """Save after the first round that ends this many minutes after the last save. 0: not by time."""
+
+
+class Privacy(Section):
+    """Differential privacy of the single training example, in all that a client sends. By default off."""
+
+    epsilon: Rate | Literal["off"] = "off"
+    """The ε that no client exceeds in all rounds of the run; the noise follows from it. off: see `noise_multiplier`."""
+    noise_multiplier: Factor | Literal["off"] = "off"
+    """Standard deviation of the noise, in units of `max_grad_norm`, in place of an `epsilon`; ε is then reported."""
+    delta: Share | Auto = AUTO
+    """The δ of each client. auto: a tenth of one over its number of training examples."""
+    max_grad_norm: Rate = 1.0
+    """Largest norm of one example's gradient; longer ones are scaled to it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether training is private."""
+        return self.epsilon != "off" or self.noise_multiplier != "off"
 
 
 class Faults(Section):

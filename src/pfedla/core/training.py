@@ -10,6 +10,7 @@ from pfedla.core.contracts import LocalData
 from pfedla.core.layers import Params
 from pfedla.core.objectives import main_output
 from pfedla.core.optimizers import Slots, advance
+from pfedla.core.privacy import private_batches, private_gradient
 from pfedla.core.settings import AUTO, Training
 from pfedla.core.tasks import Only, Task
 from pfedla.core.trees import Tree, map_tree, take_rows
@@ -27,6 +28,7 @@ def batch_bounds(num_examples: int, batch_size: int) -> Iterator[tuple[int, int]
 
 def batches(data: LocalData, training: Training, epochs: range | None = None) -> Iterator[tuple[Tree, Tensor]]:
     """Yield the batches in the drawn order, of all or some epochs; a straggler has fewer epochs."""
+    assert not len(data.mechanism), "with [privacy] only `sgd` may train"
     for epoch in [one for one in range(len(data.order)) if epochs is None or one in epochs]:
         order = data.order[epoch]
         x, y = take_rows(data.x, order), data.y[order]  # one gather an epoch; a batch is then a view
@@ -50,19 +52,26 @@ def sgd(
 
     `only` names the parameters that move; `keep_statistics` leaves BatchNorm's statistics as they are;
     `pull` adds pull/2 |parameters - towards|² to the objective, not to the loss that is returned.
+    With [privacy] every gradient is private, and no loss is known (nan).
     """
+    private = len(data.mechanism) > 0
     assert training.lr != AUTO
     slots, losses = Slots(), list[Tensor]()
     parameters, statistics = task.layers.parameters(tensors), task.layers.only_statistics(tensors)
     moving = {name: value for name, value in parameters.items() if only is None or name in only}
     extras = training.momentum or training.weight_decay or training.clip_norm or training.optimizer != "sgd"
-    is_plain = not extras and only is None and towards is None and not keep_statistics
-    for x, y in batches(data, training, epochs):
+    is_plain = not extras and only is None and towards is None and not keep_statistics and not private
+    for x, y, *rest in private_batches(data, epochs) if private else batches(data, training, epochs):
         if is_plain:
             moving, loss, statistics = task.step(moving, statistics, x, y, training.lr)
         else:
-            gradients, loss, updated = task.gradient({**parameters, **moving}, statistics, x, y, moving)
-            statistics = statistics if keep_statistics else updated
+            model = {**parameters, **moving}
+            if private:
+                gradients = private_gradient(task, model, x, y, is_drawn=rest[0], mechanism=data.mechanism, only=moving)
+                loss = data.mechanism.new_full((), torch.nan)
+            else:
+                gradients, loss, updated = task.gradient(model, statistics, x, y, moving)
+                statistics = statistics if keep_statistics else updated
             if towards is not None:
                 gradients = {name: value + pull * (moving[name] - towards[name]) for name, value in gradients.items()}
             moving, slots = advance(training, moving, gradients, slots, len(losses) + 1)

@@ -16,6 +16,7 @@ from pfedla.core.faults import NO_FAULTS, falsify, is_attacking, limit_epochs
 from pfedla.core.layers import Params, is_finite
 from pfedla.core.objectives import Objective
 from pfedla.core.optimizers import learning_rate_at
+from pfedla.core.privacy import Mechanism, sample_batches
 from pfedla.core.randomness import draw_from
 from pfedla.core.settings import EngineSettings, Faults, Recalibrate
 from pfedla.core.tasks import CompiledTask, DirectTask, Task
@@ -27,6 +28,7 @@ Test = tuple[float, float, dict[str, float]]  # score, loss, and every metric wh
 Outcome = tuple[ClientState, Answer]
 Split = tuple[Examples, Examples]  # training and test examples
 RECALIBRATION_EXAMPLES = 2048
+UPDATE, PERSONAL = "private update", "private personal model"  # what private training is for: each draws for itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Client:
     recalibrate: Recalibrate = "unsampled"
     faults: Faults = NO_FAULTS
     rounds: int = 1  # of the run, for the schedule of the learning rate
+    mechanism: Mechanism | None = None  # of private training
+    secret: bool = False  # whether its noise and its batches come from the operating system
 
     def update(self, download: Payload, cohort: Cohort) -> Outcome:
         """Train for a round; return the private state after it and what is sent."""
@@ -107,8 +111,8 @@ class Client:
         download = self.unpack(download, cohort)
         data = LocalData(has_trained=torch.tensor(self.has_trained, device=self.device))
         if self.algorithm.personalizes_on_data:
-            data = self.local_data(cohort, download)
-        with drawing([self], cohort):
+            data = self.local_data(cohort, download, purpose=PERSONAL)
+        with drawing([self], cohort, purpose=PERSONAL):
             model = self.method_at(cohort.round).personalize(self.own_state, download, data)
         estimates = self.recalibrate == "always" or (self.recalibrate == "unsampled" and not self.has_trained)
         if not self.algorithm.task.layers.statistics or not estimates:
@@ -119,16 +123,25 @@ class Client:
         with torch.no_grad():
             return self.algorithm.task.recalibrate(model, self.prepare(Examples(x, y)).x)
 
-    def local_data(self, cohort: Cohort, download: Payload, epochs: int | None = None) -> LocalData:
+    def local_data(
+        self, cohort: Cohort, download: Payload, epochs: int | None = None, *, purpose: str = UPDATE
+    ) -> LocalData:
         """Return all that a client trains on in a round, or in the first of its epochs."""
         examples, held_out = self._hold_out(cohort.seed, self.algorithm.held_out_share(download))
-        draws = generator(cohort.seed, "batches", cohort.round, self.number)
-        orders = [torch.randperm(len(examples.y), generator=draws) for _ in range(self.algorithm.training.local_epochs)]
-        order = torch.stack(orders)[:epochs].to(self.device)
+        budget, private = self.algorithm.training.local_epochs, {}
+        if self.mechanism is None:
+            draws = generator(cohort.seed, "batches", cohort.round, self.number)
+            order = torch.stack([torch.randperm(len(examples.y), generator=draws) for _ in range(budget)])
+        else:  # independent of those of the other purpose
+            stream = None if self.secret else generator(cohort.seed, f"{purpose} batches", cohort.round, self.number)
+            order, is_drawn = sample_batches(self.mechanism, len(examples.y), budget, stream)
+            private = {"is_drawn": is_drawn[:epochs], "mechanism": self.mechanism.to_tensor(len(examples.y))}
+            private = {key: value.to(self.device) for key, value in private.items()}
+        order = order[:epochs].to(self.device)
         (x, y), (held_out_x, held_out_y) = map(self.prepare, (examples, held_out))
         if self.faults.attack == "label-flip" and self.attacks(cohort):
             y, held_out_y = (len(self.outline.outputs) - 1 - labels for labels in (y, held_out_y))
-        data = LocalData(x, y, order=order, held_out_x=held_out_x, held_out_y=held_out_y)
+        data = LocalData(x, y, order=order, held_out_x=held_out_x, held_out_y=held_out_y, **private)
         return data._replace(has_trained=torch.tensor(self.has_trained, device=self.device))
 
     def _hold_out(self, seed: int, share: float) -> tuple[Examples, Examples]:
@@ -152,12 +165,17 @@ def encodes(algorithm: Algorithm) -> bool:
     return algorithm.wire.upload != "none" or algorithm.wire.download != "none"
 
 
-def drawing(clients: Sequence[Client], cohort: Cohort | None = None) -> AbstractContextManager[None]:
-    """Let random layers (dropout) draw from a stream per client and round, or per client in a test."""
-    if not clients[0].algorithm.task.draws:
+def drawing(
+    clients: Sequence[Client], cohort: Cohort | None = None, *, purpose: str = UPDATE
+) -> AbstractContextManager[None]:
+    """Let private training and random layers (dropout) draw from a stream per client and round, or per client."""
+    is_private = clients[0].mechanism is not None and cohort is not None
+    if not clients[0].algorithm.task.draws and not is_private:
         return nullcontext()
     seed, round = (cohort.seed, cohort.round) if cohort else (0, 0)
-    return draw_from(*(generator(seed, "model", round, client.number) for client in clients))
+    name = purpose if is_private else "model"
+    streams = [generator(seed, name, round, client.number) for client in clients]
+    return draw_from(*streams, secret=is_private and clients[0].secret)
 
 
 def pick(examples: Examples, rows: torch.Tensor | slice) -> Examples:

@@ -19,6 +19,7 @@ from pfedla.core.errors import PfedlaError, Stopped, first_line
 from pfedla.core.faults import choose_answering
 from pfedla.core.layers import Params, stack, take
 from pfedla.core.plugins import locate
+from pfedla.core.privacy import Mechanism, align_batches
 from pfedla.core.randomness import draw_from
 from pfedla.core.rounds import NO_ANSWER
 from pfedla.core.settings import AUTO, EngineSettings
@@ -98,8 +99,16 @@ def find_obstacle(task: Task, x: Tree, y: Tensor) -> tuple[str, str]:
 class SimulatedEngine:
     """Implements Engine."""
 
-    def __init__(self, algorithm: Algorithm, federation: Federation, settings: EngineSettings, **known: Any) -> None:
-        """`known`: recalibrate and faults, as in `Client`."""
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        federation: Federation,
+        settings: EngineSettings,
+        *,
+        mechanisms: Sequence[Mechanism] = (),
+        **known: Any,
+    ) -> None:
+        """`known`: recalibrate and faults, as in `Client`; `mechanisms`: of private training, one per client."""
         settings, _ = resolve_engine(settings, algorithm.task)
         self.stacks = settings.name == "vectorized"
         self.threads = 1 if self.stacks else settings.threads or os.cpu_count() or 1
@@ -108,6 +117,9 @@ class SimulatedEngine:
         examples = list(zip(federation.train, federation.test, strict=True))
         first = replace(make_client(algorithm, federation, examples[0], settings), **known)
         self.clients = [replace(first, number=n, train=train, test=test) for n, (train, test) in enumerate(examples)]
+        if mechanisms:
+            pairs = zip(self.clients, mechanisms, strict=True)
+            self.clients = [replace(client, mechanism=mechanism) for client, mechanism in pairs]
         self.algorithm, self.device, self.faults = first.algorithm, first.device, first.faults
         self._numbers = count_numbers(first) if self.stacks else (0, 0)
         self._pending: dict[int, ClientState] = {}
@@ -219,8 +231,10 @@ def group_clients(clients: list[Client], epochs: list[int], per_model: int, per_
     for (train, test, _), positions in groups.items():
         # An epoch's order is a second copy of the data; a test batch may be larger than a training batch.
         batch = max(min(clients[0].algorithm.training.batch_size, train), min(EVALUATION_BATCH, test))
+        # Private training has a gradient per example, and batches of which some are larger than others.
+        copies = 2 * min(clients[0].algorithm.training.batch_size, train) if clients[0].mechanism else 1
         data = (2 * train + test) * sum(part[0].numel() for part in leaves(clients[0].train.x))
-        fit = max(1, MEMORY_BOUND // (4 * (data + per_model + batch * per_example)))
+        fit = max(1, MEMORY_BOUND // (4 * (data + copies * per_model + batch * per_example)))
         parts += [part.tolist() for part in torch.tensor(positions).tensor_split(-(-len(positions) // fit))]
     return parts
 
@@ -245,6 +259,7 @@ def update_stacked(clients: list[Client], downloads: Payload, cohort: Cohort) ->
         received = [client.unpack(downloads.rows(row), cohort) for row, client in enumerate(clients)]
         downloads = downloads._replace(tensors=stack([one.tensors for one in received]))
     data = [client.local_data(cohort, downloads.rows(row), epochs) for row, client in enumerate(clients)]
+    data = align_batches(data) if clients[0].mechanism else data
     stacked = LocalData(*(stack_trees(parts) for parts in zip(*data, strict=True)))
     states = stack([client.own_state for client in clients])
     with drawing(clients, cohort):

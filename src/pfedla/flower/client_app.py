@@ -3,6 +3,7 @@
 STATE/<run>/site.json  the client's number and the SHA-256 of its examples, which must not change
 STATE/<run>/last-order  the number of the server's last order: none is obeyed twice
 STATE/<run>/trained_on.npy  hashes of its training examples, for `pfedla evaluate`
+STATE/<run>/privacy.json  what its training has released, with [privacy]: noise, rate and number of steps
 STATE/<run>/round-<r>.safetensors  private state after round r; the server says which one counts. Three are
     kept, enough for any of the server's checkpoints
 STATE/<run>/models/, experiment.toml, federation.json, result.json  the personal model, as in a run folder
@@ -24,6 +25,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 
+from pfedla.core.accounting import Release, design, measure_epsilon, release
 from pfedla.core.contracts import ClientState, Cohort, Params, Payload
 from pfedla.core.errors import PfedlaError
 from pfedla.core.files import read_object, read_tensors, write_tensors, write_text
@@ -37,6 +39,9 @@ from pfedla.runs.experiment import SITES
 from pfedla.runs.folder import describe_federation
 from pfedla.runs.personal import load_site
 from pfedla.runs.recognition import write_trained_on
+from pfedla.runs.releases import plan_epochs
+
+SYSTEM, SEED = "system", "seed"  # where the noise of private training comes from: only the first hides anything
 
 
 class Site:
@@ -65,6 +70,7 @@ class Site:
         client = make_client(algorithm, self.federation, examples, engine)
         rounds = self.experiment.rounds
         self.client = replace(client, number=self.number, recalibrate=recalibrate, rounds=rounds)
+        self._protect(node)
         about = {"client": self.number, "digest": digest_of(*examples), "data": str(self.path or "")} | scaling
         if not (self.folder / "site.json").exists():
             write_trained_on(self.folder, {self.number: examples})
@@ -97,22 +103,60 @@ class Site:
         tensors = load_file(kept)
         return Examples(tensors["x"], tensors["y"]), Examples(tensors["test_x"], tensors["test_y"])
 
+    def _protect(self, node: Mapping[str, Any]) -> None:
+        """Make training private if the experiment says so; refuse to take part where the site asks for more."""
+        privacy, epsilon, noise = self.experiment.privacy, node.get("max-epsilon"), node.get("noise", SYSTEM)
+        if noise not in (SYSTEM, SEED):
+            raise PfedlaError(f"noise = {noise!r} in --node-config; it is {SYSTEM} or {SEED}")
+        if epsilon is not None and not privacy.is_on:
+            raise PfedlaError(f"this site asks for max-epsilon = {epsilon}, but the experiment has no [privacy]")
+        self.limit = min(float(epsilon or math.inf), math.inf if privacy.epsilon == "off" else privacy.epsilon)
+        self.shares_metrics = not privacy.is_on or bool(node.get("share-metrics", False))
+        if privacy.is_on:
+            algorithm, size = self.client.algorithm, len(self.client.train.y)
+            planned = plan_epochs(self.experiment, algorithm, self.num_clients)[self.number]
+            mechanism = design(privacy, size, algorithm.training.batch_size, planned)
+            self.client = replace(self.client, mechanism=mechanism, secret=noise == SYSTEM)
+
+    def _spend(self, epochs: int) -> None:
+        """Note what will be released before it is, and keep it noted; refuse what exceeds the bound."""
+        if self.client.mechanism is None or not epochs:
+            return
+        path, mechanism = self.folder / "privacy.json", self.client.mechanism
+        before = read_object(path)["releases"] if path.exists() else []
+        # Each with its own noise: whoever changes the experiment in between does not change what was released.
+        releases = [*(Release(*one) for one in before), release(mechanism, epochs)]
+        epsilon = measure_epsilon(mechanism.delta, *releases)
+        if epsilon > self.limit:
+            raise PfedlaError(
+                f"this site has trained on its examples as often as epsilon = {self.limit:g} allows; "
+                f"once more would make it {epsilon:.3g}"
+            )
+        known = epsilon if epsilon < math.inf else None
+        self._write_json(path.name, {"epsilon": known, "delta": mechanism.delta, "releases": releases})
+
     def join(self, content: RecordDict) -> RecordDict:
         return RecordDict({CONFIG: ConfigRecord({"train": len(self.client.train.y)})})
 
     def train(self, content: RecordDict) -> RecordDict:
         client, download, cohort = self._prepare(content)
+        self._spend(client.algorithm.count_epochs()[0])
         state, answer = client.update(download, cohort)
+        if not self.shares_metrics:
+            answer = answer._replace(score=math.nan, loss=math.nan)
         self._keep(cohort.round, int(read_config(content)["base"]), state)
         return encode_answer(answer, self.task.layers)
 
     def evaluate(self, content: RecordDict) -> RecordDict:
         """Test the personal model and write it: the site may use it from now on."""
         client, download, cohort = self._prepare(content)
+        self._spend(client.algorithm.count_epochs()[1])
         model = client.personalize(download, cohort)
         score, loss, metrics = client.evaluate(model, whole=True)
         self._write_personal(model, cohort.round - 1, score, metrics)
-        return RecordDict({METRICS: MetricRecord({**metrics, "score": score, "loss": loss})})
+        told = {**metrics, "score": score, "loss": loss}
+        shown = {key: value if self.shares_metrics else math.nan for key, value in told.items()}
+        return RecordDict({METRICS: MetricRecord({**shown})})
 
     def _prepare(self, content: RecordDict) -> tuple[Client, Payload, Cohort]:
         """Return the client after its round `base`, the download, and the cohort: a site knows of no other client."""

@@ -36,6 +36,7 @@ _Spread, _PerClient = _shape(_SPREAD), _shape(_SPREAD | {"per_client": list[Scor
 _SCORES = dict.fromkeys(("score", "score_after_training"), _Spread)
 _Unseen = _shape(_SCORES | {"score_before": _Spread, "score_alone": _Spread, "clients": list[Any]})
 _Task = _shape({"name": str, "metric": str, "higher_is_better": bool, "percent": bool})
+_Privacy = _shape({"epsilon": _shape({"max": float | None}), "delta": list[float]})
 _Result = _shape(
     {"format": (Annotated[int, Field(ge=1, le=3)], 1)}  # a file of format 1 does not name it
     | dict.fromkeys(("algorithm", "dataset", "partition", "subset"), str)
@@ -46,7 +47,7 @@ _Result = _shape(
     | {"rounds": Round, "overlapping": bool, "leaked_test_share": Share, "failures": Failures, "faults": Values}
     | {"traffic": _shape(_TRAFFIC), "seconds": _shape({"total": Seconds, "phases": dict[str, Seconds]})}
     | {"tuned_trials": (Count, 0), "warnings": (list[str], []), "norm_bounds": (Values, {})}
-    | {"excluded": (dict[str, Round], {})}
+    | {"excluded": (dict[str, Round], {}), "privacy": (_Privacy | None, None)}
     | {"attackers": (list[Any], []), "honest": (_shape(_SCORES) | None, None), "unseen": (_Unseen | None, None)}
 )
 _Round = _shape(

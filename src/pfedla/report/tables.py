@@ -75,6 +75,10 @@ def warnings(results: Sequence[Values]) -> list[str]:
         lines.append(f"uploads.norm_bound was CHANGED within {len(changed)} of {len(results)} runs (see result.json).")
     if faults := first.get("faults"):
         lines.append(f"Injected FAULTS: {', '.join(f'{key} {value}' for key, value in faults.items())}.")
+    for method, privacy in {one["algorithm"]: one["privacy"] for one in results if one.get("privacy")}.items():
+        epsilon, deltas = privacy["epsilon"]["max"], privacy["delta"]
+        spent = "no bound on ε" if epsilon is None else f"ε at most {epsilon:.3g}, δ at most {max(deltas):.2g}"
+        lines.append(f"{method}: differentially private training, {spent} for an example.")
     for client, start in {pair: None for result in results for pair in result.get("excluded", {}).items()}:
         lines.append(f"Client {client} took no part from round {start} on. It is still tested.")
     if "attackers" in first:

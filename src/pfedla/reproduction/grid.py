@@ -47,7 +47,17 @@ class Grid(Section):
 
     title: str
     form: Literal[
-        "table", "retained", "neighbours", "toy", "evolution", "heatmap", "layer-weights", "sites", "frontier"
+        "table",
+        "retained",
+        "neighbours",
+        "toy",
+        "evolution",
+        "heatmap",
+        "layer-weights",
+        "sites",
+        "attacks",
+        "frontier",
+        "privacy",
     ]
     source: str = "paper"  # whose numbers paper.toml has
     seeds: list[int] = Field([0], min_length=1)

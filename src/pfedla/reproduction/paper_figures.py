@@ -8,6 +8,7 @@ import numpy as np
 
 from pfedla.report.figures import finish_curves, panels
 from pfedla.report.reading import Array, Metric, Values
+from pfedla.report.rows import Row
 from pfedla.report.significance import standard_error
 from pfedla.reproduction.frontier import draw_frontier
 from pfedla.reproduction.grid import Paper
@@ -203,10 +204,39 @@ def draw_self_weights(summary: Summary) -> Any:
     return figure
 
 
+def draw_privacy(summary: Summary, paper: Paper) -> Any:
+    """Draw score and self-weight against epsilon (columns "data, ε = 8"): two panels per data set."""
+    entries: dict[str, dict[str, Mapping[str, Row]]] = {}
+    for column, rows in collect_rows(summary).items():
+        name, _, epsilon = column.rpartition(", ε = ")
+        entries.setdefault(name, {})[epsilon] = rows
+    figure, axes = panels(2 * len(entries), (3.6, 3), most=2)
+    for position, (name, by_epsilon) in enumerate(entries.items()):
+        left, right = axes[2 * position : 2 * position + 2]
+        for place, row in enumerate(summary["rows"]):
+            found = [rows[row] for rows in by_epsilon.values()]
+            scores = [[*one.scores.values()] for one in found]
+            own = [
+                [np.mean(c["self_weights"]["values"][-1]) for c in one.results if "self_weights" in c] for one in found
+            ]
+            for axis, values in ((left, scores), (right, own)):
+                known = [(epsilon, some) for epsilon, some in zip(by_epsilon, values, strict=True) if some]
+                if known:
+                    means, errors = zip(*((np.mean(some), standard_error(some) or 0) for _, some in known), strict=True)
+                    style = {"color": f"C{place}", "marker": "o", "capsize": 3, "label": row}
+                    axis.errorbar([epsilon for epsilon, _ in known], means, errors, **style)
+        metric = next(row.metric for rows in by_epsilon.values() for row in rows.values() if row.results)
+        left.set(title=name, xlabel="ε", ylabel=metric.axis)
+        right.set(title=f"{name}: self-weight", xlabel="ε", ylabel="mean over clients and layers", ylim=(0, 1))
+        left.legend(fontsize=7)
+    return figure
+
+
 def count_seeds(*counts: int) -> str:
     low, high = min(counts), max(counts)
     return f"{low} seed{'s' * (low > 1)}" if low == high else f"{low} to {high} seeds"
 
 
 FIGURES = {"toy": draw_toy, "evolution": draw_evolution, "heatmap": draw_heatmap, "layer-weights": draw_layer_weights}
-FIGURES |= {"table": draw_curves, "retained": draw_options, "neighbours": draw_options, "frontier": draw_frontier}
+FIGURES |= {"table": draw_curves, "retained": draw_options, "neighbours": draw_options}
+FIGURES |= {"frontier": draw_frontier, "privacy": draw_privacy}

@@ -30,7 +30,7 @@ from pfedla.reproduction.paper_figures import (
 )
 from pfedla.reproduction.summaries import Summary, after_training, collect_rows
 
-TABLES = ("table", "retained", "neighbours", "frontier")  # forms; the others are figures
+TABLES = ("table", "retained", "neighbours", "frontier", "privacy")  # forms; the others are figures
 ROUNDS = 75  # of the paper's table of MiB
 NOTE = (
     "Test {metric} of the personal models on every client's own test data, mean of clients, last round. "
@@ -290,7 +290,7 @@ def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
     if summary["form"] == "sites":
         return site_results.write_site_figures(summary, folder)
     drawn = {"figure": FIGURES[summary["form"]](summary, paper)}
-    if any("self_weights" in cell for cell in summary["cells"]):
+    if summary["form"] != "privacy" and any("self_weights" in cell for cell in summary["cells"]):
         drawn["self_weights"] = draw_self_weights(summary)
     caption = ". ".join([summary["title"], *describe_columns(summary)])
     return [save(figure, folder / f"{name}{end}", caption) for name, figure in drawn.items() for end in FORMATS]

@@ -8,10 +8,12 @@ from torch import nn
 
 from pfedla import algorithms
 from pfedla.core import models
+from pfedla.core.accounting import check_installed
 from pfedla.core.contracts import Algorithm, generator
 from pfedla.core.errors import PfedlaError, check_affordable, unknown
 from pfedla.core.faults import check_faults
 from pfedla.core.objectives import OBJECTIVES, Objective
+from pfedla.core.privacy import check_private
 from pfedla.core.settings import AUTO, Auto
 from pfedla.core.tasks import task_of
 from pfedla.core.training import batch_bounds
@@ -55,6 +57,17 @@ def build(experiment: Experiment, dataset: Dataset | None = None, *, validation:
     if unseen is not None:
         algorithms.check_joining(built.algorithm)
     return built._replace(unseen=unseen)
+
+
+def check_privacy(experiment: Experiment, method: Algorithm, batch: Examples) -> None:
+    """Refuse what private training cannot do."""
+    if experiment.privacy.epsilon != "off" and experiment.privacy.noise_multiplier != "off":
+        raise PfedlaError("give privacy.epsilon, from which the noise follows, or privacy.noise_multiplier, not both")
+    if experiment.engine.compile:
+        raise PfedlaError("[privacy] has training steps of its own; leave --compile out")
+    algorithms.check_privacy(method)
+    check_private(method.task, batch if len(batch.y) else None)
+    check_installed()
 
 
 def check_federation(federation: object) -> None:
@@ -108,10 +121,17 @@ def build_around(
     check_affordable(f"the models of {num_clients} clients", num_clients * sum(task.layers.num_parameters))
     method.check(num_clients)
     check_faults(experiment.faults, num_clients, training.local_epochs, objective.name)
+    if experiment.privacy.is_on:
+        check_privacy(experiment, method, batch)
     options = algorithms.resolve_options(section.name, section.options)
     resolved |= {"model": model, "training": training}
     resolved["algorithm"] = AlgorithmSection(name=section.name, **options)
-    resolved["engine"], note = resolve_engine(experiment.engine, task, *batch, sizes)
+    engine = experiment.engine
+    if (
+        experiment.privacy.is_on and engine.name == AUTO
+    ):  # stacked, the gradients of all examples cost five times as much
+        engine = engine.model_copy(update={"name": "threaded"})
+    resolved["engine"], note = resolve_engine(engine, task, *batch, sizes)
     if objective.name in OBJECTIVES and objective.name != "classification":
         resolved["task"] = objective.name
     return Built(experiment.model_copy(update=resolved), federation, method, notes=(*federation.warnings, note))

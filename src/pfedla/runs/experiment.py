@@ -68,6 +68,7 @@ class Experiment(Section):
     engine: settings.EngineSettings = settings.EngineSettings()
     uploads: settings.UploadSettings = settings.UploadSettings()
     wire: settings.WireSettings = settings.WireSettings()
+    privacy: settings.Privacy = settings.Privacy()
     faults: settings.Faults = settings.Faults()
     checkpoint: settings.CheckpointSettings = settings.CheckpointSettings()
 
@@ -84,10 +85,10 @@ class Experiment(Section):
             raise invalid(error, [f"{section}.{one}" for one in known[section]] if inner else known, depth=2) from None
 
     def to_toml(self) -> str:
-        """Return the whole experiment; what is still "auto" is not used and left out."""
+        """Return the whole experiment; what is still "auto" is the default, and left out."""
         values = self.model_dump()
         values = {key: value for key, value in values.items() if value not in (AUTO, {})}
-        for section in ("data", "faults"):
+        for section in ("data", "faults", "privacy"):
             values[section] = {key: value for key, value in values[section].items() if value != AUTO}
         return tomli_w.dumps(values)
 
@@ -95,8 +96,9 @@ class Experiment(Section):
         """Return what the numbers of each round depend on, without defaults: a new option leaves it as it was."""
         from pfedla.algorithms import default_options
 
-        # With schedule cosine the learning rate of every round depends on the last.
-        may_change = FREE if self.training.schedule == "cosine" else {**FREE, "rounds": True}
+        # With schedule cosine the learning rate of every round depends on the last, with an epsilon its noise.
+        is_planned = self.training.schedule == "cosine" or self.privacy.epsilon != "off"
+        may_change = FREE if is_planned else {**FREE, "rounds": True}
         values = self.model_dump(exclude=may_change, exclude_defaults=True)
         defaults = default_options(self.algorithm.name)
         options = {key: value for key, value in self.algorithm.options.items() if defaults.get(key) != value}

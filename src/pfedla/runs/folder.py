@@ -252,6 +252,8 @@ class RunState(BaseModel):
     failures: dict[int, dict[str, Count]] = {}  # client -> reason -> how often
     failed_rounds: Count = 0  # in a row, up to now
     trend: Trend = Trend()
+    asked: dict[int, Count] = {}  # client -> rounds in which it was asked to train, with [privacy]
+    evaluations: Count = 0  # of the personal models, with [privacy]
     lengths: dict[int, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = {}  # by client: of its last updates
     norm_bounds: dict[int, float | Literal["off"]] = {}  # uploads.norm_bound by the first round that it is for
     seconds: dict[str, Annotated[float, Field(ge=0)]] = {}  # by phase, all rounds

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from pfedla.algorithms import check_joining, create
+from pfedla.core.accounting import design, spent
 from pfedla.core.codecs import split_links
 from pfedla.core.contracts import Algorithm, Cohort, Failure, Params, ServerState
 from pfedla.core.errors import PfedlaError, Stopped
 from pfedla.core.files import safe_name, sum_files, write_tensors, write_text
 from pfedla.core.layers import stack
+from pfedla.core.privacy import Mechanism
 from pfedla.core.rounds import DIVERGED, Traffic, accept, evaluate_all, finite_mean, payload_bytes, summarise
 from pfedla.core.settings import WireSettings
 from pfedla.data.federation import Federation, digest_of
@@ -37,7 +39,10 @@ from pfedla.runs.folder import (
 )
 from pfedla.runs.personal import JOINED, load_unseen, read_run
 from pfedla.runs.recognition import TRAINED_ON, write_trained_on
+from pfedla.runs.releases import describe
 from pfedla.runs.run import Run
+
+EVALUATIONS = 2  # before and after the rounds
 
 
 class Joined(NamedTuple):
@@ -48,6 +53,7 @@ class Joined(NamedTuple):
     # trained), and "alone": of a model trained on its own data only, for all the rounds that were asked for.
     score: dict[str, Any]  # the task's headline metric; None where it is undefined
     traffic: Traffic
+    privacy: dict[str, Any]  # what it has released, as of a run's clients
     alphas: torch.Tensor | None  # [rounds + 1, layers, clients + 1]: its own row of alpha; it is the last sender
     model: Params  # personal
 
@@ -72,7 +78,12 @@ def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experime
     admitted = method.admit(before, experiment.seed)
     server = _protect_others(method, admitted, admitted, before)
     settings = experiment.engine.model_copy(update={"name": "threaded", "threads": 1, "compile": False})
-    with SimulatedEngine(method, unseen, settings, recalibrate=experiment.recalibrate) as engine:
+    training, personal = method.count_epochs()
+    epochs, mechanisms = training * rounds + EVALUATIONS * personal, list[Mechanism]()
+    if experiment.privacy.is_on:
+        size = int(unseen.num_examples[0])
+        mechanisms = [design(experiment.privacy, size, method.training.batch_size, epochs)]
+    with SimulatedEngine(method, unseen, settings, recalibrate=experiment.recalibrate, mechanisms=mechanisms) as engine:
         private = engine.algorithm.init_unseen(server, engine.algorithm.init_client())
         private = {name: value.to(engine.device) for name, value in private.items()}
         client = replace(engine.clients[0], number=place, state=private)
@@ -94,8 +105,9 @@ def _run_unseen(method: Algorithm, state: RunState, unseen: Federation, experime
             alphas += _alpha_row(method, server, place)
         score |= {"after": _evaluate(method, engine, server, cohort), "after_training": after_training}
         model = engine.personal_models(cohort, method.download(server, cohort))[0]
-    kept = torch.stack(alphas) if alphas else None
-    return Joined(rounds=rounds, score=score, traffic=traffic, alphas=kept, model=model)
+    kept, epochs = torch.stack(alphas) if alphas else None, training * rounds + EVALUATIONS * personal
+    released = describe([spent(one, epochs) for one in mechanisms]) if mechanisms else {}
+    return Joined(rounds=rounds, score=score, traffic=traffic, privacy=released, alphas=kept, model=model)
 
 
 def _protect_others(method: Algorithm, server: ServerState, admitted: ServerState, before: ServerState) -> ServerState:
@@ -147,6 +159,8 @@ def join_unseen(run: Run, unseen: Federation, models: Path) -> dict[str, Any]:
             continue
         write_tensors(target, joined.model)
         rows[-1], result["rounds"] = joined.score, joined.rounds
+        if joined.privacy:
+            result.setdefault("epsilon", {})[name] = joined.privacy["epsilon"]["max"]
         first, last = (metric.show(joined.score[key]) for key in ("before", "after"))
         run.say(f"unseen client {name}: {metric.label} {first} at first, {last} at the end")
     for key in ("after", "before", "after_training", "alone"):
@@ -186,6 +200,7 @@ def join_run(
     result["examples"] = {"train": len(unseen.train[0].y), "test": len(unseen.test[0].y), "split": split}
     result["digest"] = digest_of(unseen.train[0], unseen.test[0])
     result |= {"task": method.task.objective.describe(), "score": joined.score, "traffic": asdict(joined.traffic)}
+    result |= joined.privacy
     if unseen.scaling:
         result["scaling"] = unseen.scaling[0].to_lists()
     new_folder(folder, "give another --name")

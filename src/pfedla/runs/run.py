@@ -37,6 +37,7 @@ from pfedla.runs.experiment import Experiment, list_settings, nest
 from pfedla.runs.folder import RUNS, RunFolder, folder_name, fresh_state, number_folder, plan_snapshots, write_alpha
 from pfedla.runs.progress import Display
 from pfedla.runs.recovery import explain_way_back, resolve_exclusions
+from pfedla.runs.releases import Releases
 from pfedla.runs.result import Simulation, describe_result, write_results
 from pfedla.runs.trackers import Tracking, check_trackers
 
@@ -71,6 +72,7 @@ class Run:
         self.result: dict[str, Any] | None = None  # what result.json holds, once the run is finished
         self.simulation: Simulation | None = None  # the same for Python
         self._evaluation: ClientMetrics | None = None  # of the last round
+        self.releases = Releases(self.experiment, self.algorithm, built.federation.num_examples)
         num_clients = len(built.federation)
         self._snapshots = plan_snapshots(self.algorithm, num_clients, self.experiment.rounds)
         self.honest = torch.ones(num_clients, dtype=torch.bool)
@@ -100,7 +102,8 @@ class Run:
         settings, clients = self.experiment, self.built.federation
         assert isinstance(clients, Federation)
         known = {"recalibrate": settings.recalibrate, "faults": settings.faults, "rounds": settings.rounds}
-        engine = SimulatedEngine(self.algorithm, clients, settings.engine, **known)
+        private = self.releases.mechanisms()
+        engine = SimulatedEngine(self.algorithm, clients, settings.engine, mechanisms=private, **known)
         engine.stopping = self.stopping
         return engine
 
@@ -168,6 +171,8 @@ class Run:
         for client, score in zip(round.cohort.ids.tolist(), round.after_training.score.tolist(), strict=True):
             state.after_training[client] = score if math.isfinite(score) else None
         state.trend = state.trend.follow(round, higher_is_better=self._higher_is_better)
+        if self.releases.is_on:
+            self.releases.count(state, round)
         if len(round.cohort.ids):
             state.failed_rounds = 0
         elif round.failures:  # else all clients of the round are excluded
@@ -203,6 +208,7 @@ class Run:
             "cohort": round.cohort.ids.tolist(),
             "retained": {layer: count for layer, count in retained if count},
             "failures": self.state.failures,
+            **(self.releases.spent(self.state) if self.releases.is_on else {}),
         }
         honest = {"score": self.summarise(evaluation.score[self.honest])}
         for part in (line, honest):
@@ -253,6 +259,7 @@ class Run:
         if self.result is None:
             self.simulation = self._conclude()
             self.result = describe_result(self.built, self.simulation, self.honest)
+            self.result |= self.releases.conclude(self.state)
             if self.experiment.exclude:
                 self.result["excluded"] = self.experiment.exclude
             if self.state.trend.has_fallen and self.state.trend.suspects:
@@ -327,6 +334,7 @@ def simulate(
     on_round: Callable[[Round], None] | None = None,
     progress: bool | None = None,
     faults: dict[str, Any] | Any = None,
+    privacy: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Simulation:
     """Train personal models for all clients of a federation.
@@ -336,13 +344,14 @@ def simulate(
     multilabel, regression, survival (by default what the federation says), or an `Objective` of your own; `loss`
     replaces its loss. `settings` are those of the
     experiment file by their short names (`rounds`, `lr`, `seed`, …; docs/experiment-file.md lists them) and the
-    algorithm's own options (`neighbours`, …). `faults` makes clients fail on purpose. `on_round` is called after every
-    round. `progress` shows a progress bar; by default it does so on a terminal.
+    algorithm's own options (`neighbours`, …). `faults` makes clients fail on purpose; `privacy` (epsilon, …)
+    makes their training private. `on_round` is called after every round. `progress` shows a progress bar; by default it
+    does so on a terminal.
     """
     check_federation(federation)
-    known = [name for name, place in list_settings().items() if place.section not in ("data", "faults")]
+    known = [name for name, place in list_settings().items() if place.section not in ("data", "faults", "privacy")]
     common = {name: settings.pop(name) for name in known if name in settings}
-    own = {"algorithm": {"name": register(algorithm), **settings}, "faults": faults or {}}
+    own = {"algorithm": {"name": register(algorithm), **settings}, "faults": faults or {}, "privacy": privacy or {}}
     if isinstance(task, str):
         common["task"] = task
     experiment = Experiment.parse(nest(common) | own)
