@@ -66,7 +66,7 @@ class Grid(Section):
         found = [column]
         for attack, share in ((attack, share) for attack, shares in column.attacks.items() for share in shares):
             experiment = overlay(column.experiment, {"faults": {**self.attacks[attack], "attackers": share}})
-            changed = {"name": f"{column.name}, {attack}, {share:.0%}", "experiment": experiment, "only": taught}
+            changed = {"name": f"{column.name}, {attack}, {100 * share:g} %", "experiment": experiment, "only": taught}
             found.append(column.model_copy(update=changed))
         return found
 
