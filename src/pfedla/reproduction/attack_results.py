@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ import numpy as np
 from pfedla.core.files import write_text
 from pfedla.report.figures import FORMATS, finish_curves, panels, save
 from pfedla.report.rows import Row
-from pfedla.report.significance import Difference, compare
+from pfedla.report.significance import Difference, compare, summarise
 from pfedla.report.significance import Summary as Scored
-from pfedla.report.significance import summarise
 from pfedla.report.tables import latex_table, markdown_table
 from pfedla.reproduction.paper_figures import count_seeds
 from pfedla.reproduction.summaries import Summary, collect_rows
 
+ATTACKED = re.compile(r"(.*), ([^,]*), ([\d.]+) %")  # a column with an attack: its data, the attack, the share
 DRAWN = 0.2  # the share of attackers whose weights are drawn
 NOTE = (
     "Honest clients in the last round: mean (worst client), then the difference of the mean to the same clients without "
@@ -54,8 +55,8 @@ class Attacked(NamedTuple):
 
 def split_column(name: str) -> tuple[str, str, float]:
     """Return the data, the attack and the share of attackers of a column (see Grid.attack)."""
-    data, attack, share = [*name.rsplit(", ", 2), "", "0 %"][:3]
-    return data, attack, float(share.removesuffix(" %")) / 100
+    found = ATTACKED.fullmatch(name)
+    return (found[1], found[2], float(found[3]) / 100) if found else (name, "", 0.0)
 
 
 def collect_attacks(summary: Summary) -> dict[str, dict[tuple[str, float], dict[str, Attacked]]]:
@@ -114,7 +115,9 @@ def to_csv(summary: Summary) -> str:
     writer = csv.writer(text, lineterminator="\n")
     heads = ["data", "attack", "attackers", "method", "seeds", "mean", "worst", "difference", "low", "high", "outcome"]
     writer.writerow(heads)
-    for one in [one for found in collect_attacks(summary).values() for cells in found.values() for one in cells.values()]:
+    for one in [
+        one for found in collect_attacks(summary).values() for cells in found.values() for one in cells.values()
+    ]:
         honest, gap = one.honest, one.difference
         numbers = [honest.mean, honest.worst] if honest else [None, None]
         numbers += [gap.mean, gap.low, gap.high] if gap else [None] * 3
