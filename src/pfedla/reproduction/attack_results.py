@@ -21,8 +21,8 @@ from pfedla.reproduction.summaries import Summary, collect_rows
 ATTACKED = re.compile(r"(.*), ([^,]*), ([\d.]+) %")  # a column with an attack: its data, the attack, the share
 DRAWN = 0.2  # the share of attackers whose weights are drawn
 NOTE = (
-    "Honest clients in the last round: mean (worst client), then the difference of the mean to the same clients without "
-    "attack, paired over the seeds. Means over the seeds; fewer seeds than the most stand in brackets."
+    "Honest clients in the last round: mean (worst client), then the difference of the mean to the same clients "
+    "without an attack, paired over the seeds. All are means over the seeds; brackets say where there are fewer."
 )
 
 
@@ -115,11 +115,10 @@ def to_csv(summary: Summary) -> str:
     writer = csv.writer(text, lineterminator="\n")
     heads = ["data", "attack", "attackers", "method", "seeds", "mean", "worst", "difference", "low", "high", "outcome"]
     writer.writerow(heads)
-    for one in [
-        one for found in collect_attacks(summary).values() for cells in found.values() for one in cells.values()
-    ]:
+    found = [cells for attacks in collect_attacks(summary).values() for cells in attacks.values()]
+    for one in [one for cells in found for one in cells.values()]:
         honest, gap = one.honest, one.difference
-        numbers = [honest.mean, honest.worst] if honest else [None, None]
+        numbers: list[float | None] = [honest.mean, honest.worst] if honest else [None, None]
         numbers += [gap.mean, gap.low, gap.high] if gap else [None] * 3
         shown = ["" if number is None else f"{number:.4f}" for number in numbers]
         place = [one.data, one.attack or "none", one.share, one.row.algorithm, len(one.row.results)]
