@@ -90,7 +90,7 @@ def test_from_runs_to_tables_and_figures(table: Table, tmp_path: Path) -> None:
     assert difference is not None
     assert difference.mean == pytest.approx(sum(gaps) / 2)
     assert found["", 0.0]["pFedLA"].difference is None
-    lines = tabulate_attacks(found, ["Local", "pFedLA"], shares=[0.2])
+    lines = tabulate_attacks(found, ["Local", "pFedLA"], share_only=0.2)
     assert [line[:2] for line in lines[1:]] == [["none", "–"], ["sign flip", "20 %"], ["late", "20 %"]]
     assert lines[2][2] == "–"
 

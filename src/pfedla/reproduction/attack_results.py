@@ -76,13 +76,13 @@ def collect_attacks(summary: Summary) -> dict[str, dict[tuple[str, float], dict[
 
 
 def tabulate_attacks(
-    attacks: Mapping[tuple[str, float], Mapping[str, Attacked]], names: Sequence[str], shares: Sequence[float] = ()
+    attacks: Mapping[tuple[str, float], Mapping[str, Attacked]], names: Sequence[str], share_only: float = 0.0
 ) -> list[list[str]]:
-    """Return a line per attack and share of attackers, a column per method; `shares` leaves out the others."""
+    """Return a line per attack and share of attackers, a column per method; perhaps one share only, where it was run."""
     seeds = max(len(one.row.results) for cells in attacks.values() for one in cells.values())
     lines = [["attack", "attackers", *names]]
     for (attack, share), cells in attacks.items():
-        if attack and shares and share not in shares:
+        if share_only and share != share_only and (attack, share_only) in attacks:
             continue
         shown = [cells[name].show(seeds) if name in cells else "–" for name in names]
         lines.append([attack or "none", f"{100 * share:g} %" if attack else "–", *shown])
