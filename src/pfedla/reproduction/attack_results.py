@@ -22,7 +22,7 @@ ATTACKED = re.compile(r"(.*), ([^,]*), ([\d.]+) %")  # a column with an attack: 
 DRAWN = 0.2  # the share of attackers whose weights are drawn
 NOTE = (
     "Honest clients in the last round: mean (worst client), then the difference of the mean to the same clients "
-    "without an attack, paired over the seeds. All are means over the seeds; brackets say where there are fewer."
+    "without an attack, paired over the seeds. All are means over the seeds that were run."
 )
 
 
@@ -43,14 +43,13 @@ class Attacked(NamedTuple):
     def difference(self) -> Difference | None:
         return compare(self.row.headline_scores, self.clean.headline_scores) if self.attack else None
 
-    def show(self, seeds: int) -> str:
-        """Return the cell of a table; `seeds` are the most that a cell of its table has."""
+    def show(self) -> str:
         if (found := self.honest) is None:
             return self.row.outcome
         metric, apart = self.row.metric, self.difference
         shown = [metric.show_number(metric.factor * one) for one in (found.mean, found.worst)]
         gap = f" {metric.factor * apart.mean:+.{metric.digits(1)}f}" if apart else ""
-        return f"{shown[0]} ({shown[1]}){gap}" + f" [{count_seeds(found.seeds)}]" * (found.seeds < seeds)
+        return f"{shown[0]} ({shown[1]}){gap}"
 
 
 def split_column(name: str) -> tuple[str, str, float]:
@@ -79,13 +78,14 @@ def tabulate_attacks(
     attacks: Mapping[tuple[str, float], Mapping[str, Attacked]], names: Sequence[str], share_only: float = 0.0
 ) -> list[list[str]]:
     """Return a line per attack and share of attackers, a column per method; perhaps one share only, where it was run."""
-    seeds = max(len(one.row.results) for cells in attacks.values() for one in cells.values())
-    lines = [["attack", "attackers", *names]]
+    lines = [["attack", "attackers", *names, "seeds"]]
     for (attack, share), cells in attacks.items():
         if share_only and share != share_only and (attack, share_only) in attacks:
             continue
-        shown = [cells[name].show(seeds) if name in cells else "–" for name in names]
-        lines.append([attack or "none", f"{100 * share:g} %" if attack else "–", *shown])
+        shown = [cells[name].show() if name in cells else "–" for name in names]
+        seeds = sorted({len(one.row.results) for one in cells.values()})
+        place = [attack or "none", f"{100 * share:g} %" if attack else "–"]
+        lines.append([*place, *shown, " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))])
     return lines
 
 
@@ -147,6 +147,7 @@ def list_tables(summary: Summary) -> list[tuple[list[list[str]], str, list[str]]
 def draw_weights(summary: Summary) -> Any:
     """Draw the weight that honest clients give to attackers, over the rounds: mean over clients, layers and seeds."""
     by_panel: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    known = list(dict.fromkeys(split_column(column)[1] for column in summary["columns"]))  # a colour each
     for data, attacks in collect_attacks(summary).items():
         for (attack, share), cells in attacks.items():
             for name, one in cells.items() if share == DRAWN else ():
@@ -155,13 +156,14 @@ def draw_weights(summary: Summary) -> Any:
                     by_panel.setdefault((data, name), {})[attack] = kept
     figure, axes = panels(len(by_panel), (4.2, 3.0), most=2)
     for axis, ((data, name), attacks_drawn) in zip(axes, by_panel.items(), strict=True):
-        for number, (attack, kept) in enumerate(attacks_drawn.items()):
+        for attack, kept in attacks_drawn.items():
             values = np.mean([np.mean(one["values"], axis=-1) for one in kept], axis=0)
-            axis.plot(kept[0]["rounds"], values, label=attack, color=f"C{number}", linewidth=1.2)
+            axis.plot(kept[0]["rounds"], values, label=attack, color=f"C{known.index(attack)}", linewidth=1.2)
         axis.axhline(DRAWN, color="0.5", linestyle=":", linewidth=1, label="uniform")
         axis.set(ylim=(0, None))
         finish_curves(axis, f"{data}, {name}", ylabel="weight on attackers", size=9)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    fullest = max(axes, key=lambda axis: len(axis.lines))
+    figure.legend(*fullest.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
