@@ -77,7 +77,7 @@ def collect_attacks(summary: Summary) -> dict[str, dict[tuple[str, float], dict[
 def tabulate_attacks(
     attacks: Mapping[tuple[str, float], Mapping[str, Attacked]], names: Sequence[str], share_only: float = 0.0
 ) -> list[list[str]]:
-    """Return a line per attack and share of attackers, a column per method; perhaps one share only, where it was run."""
+    """Return a line per attack and share of attackers, a column per method; `share_only` where it was run."""
     lines = [["attack", "attackers", *names, "seeds"]]
     for (attack, share), cells in attacks.items():
         if share_only and share != share_only and (attack, share_only) in attacks:
