@@ -18,6 +18,7 @@ from pfedla.report.reading import Metric
 from pfedla.report.rows import Row, show_mean
 from pfedla.report.significance import compare
 from pfedla.report.tables import markdown_table
+from pfedla.reproduction.attack_results import DRAWN, NOTE, collect_attacks, describe_data, tabulate_attacks
 from pfedla.reproduction.paper_figures import average_by_distance, collect_weights
 from pfedla.reproduction.site_results import SITES_NOTE, known_columns, tabulate_sites
 from pfedla.reproduction.summaries import collect_rows, read_summary
@@ -322,7 +323,17 @@ def sites_tables() -> str:
     return "\n\n".join([*parts, SITES_NOTE])
 
 
+def attacks_tables() -> str:
+    """A table per data set: what honest clients keep, with a fifth of the clients attacking."""
+    summary, parts = read_results("attacks"), []
+    for data, attacks in collect_attacks(summary).items():
+        lines = tabulate_attacks(attacks, summary["rows"], DRAWN)
+        parts.append(f"**{data}**: {describe_data(attacks)}\n\n{markdown_table(lines)}")
+    return "\n\n".join([*parts, NOTE])
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "attacks": attacks_tables,
     "sites": sites_tables,
     "tables": readme_table,
     "choosing": choosing_table,

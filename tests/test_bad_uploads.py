@@ -18,6 +18,7 @@ from pfedla.algorithms.fedavg import FedAvg
 from pfedla.algorithms.fedrep import FedRep
 from pfedla.core.contracts import Answer, Cohort, Failure, LocalResult, Payload, ServerState
 from pfedla.core.errors import GaveUpError
+from pfedla.core.faults import choose_attackers
 from pfedla.core.layers import take
 from pfedla.core.lora import lora
 from pfedla.core.objectives import OBJECTIVES
@@ -33,7 +34,7 @@ from pfedla.core.rounds import (
     finite_mean,
     summarise,
 )
-from pfedla.core.settings import UploadSettings
+from pfedla.core.settings import Faults, UploadSettings
 from pfedla.data.federation import Federation, build_federation
 from pfedla.data.partition import Data
 from pfedla.engines.simulated import SimulatedEngine
@@ -477,3 +478,21 @@ def test_the_default_bound_refuses_no_honest_client(name: str, seed: int) -> Non
         simulate(federation, module, name, rounds=30, local_epochs=2, lr=0.05, seed=seed, on_round=rounds.append)
         assert not any(one.failures for one in rounds)
         assert rounds[-1].lengths or name == "local"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods())
+def test_a_run_with_one_upload_of_1e30_ends_like_the_run_without_it(name: str) -> None:
+    """In round 10 of 20 on digits, by two of ten clients: the others end within three points."""
+    _, federation = build_federation(Data(dataset="digits", clients=10, partition="dominant"), 0)
+    once = Faults(attack="scale", attackers=0.2, attack_scale=1e30, attack_from=10, attack_until=10)
+    honest = [client for client in range(10) if client not in choose_attackers(once, 10, 0).tolist()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hidden = nn.Linear(64, 32), nn.BatchNorm1d(32) if name == "fedbn" else nn.Identity(), nn.ReLU()
+        module = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(32, 10))
+        module = lora(module, 4, 8.0, ["1"]) if name == "fedsa-lora" else module
+    clean, hit = (simulate(federation, module, name, rounds=20, lr=0.05, faults=one) for one in (None, once))
+    means = [one.accuracy[honest].mean().item() for one in (clean, hit)]
+    assert means[1] == pytest.approx(means[0], abs=0.03)
+    assert sum(map(len, hit.failures.values())) == (0 if name == "local" else 2)

@@ -155,9 +155,10 @@ def test_what_liars_send_that_need_no_arithmetic(attack: Any) -> None:
         assert_same(sent[client], (expected if client in attackers else honest)[client])
 
 
-def test_a_late_attacker_is_honest_before() -> None:
-    late, always = (Faults(attack="sign-flip", attackers=0.34, attack_from=start) for start in (3, 1))
-    for round, alike in ((2, Faults()), (3, always), (4, always)):
+def test_an_attacker_is_honest_before_and_after_the_attack() -> None:
+    always = Faults(attack="sign-flip", attackers=0.34)
+    late = always.model_copy(update={"attack_from": 3, "attack_until": 4})
+    for round, alike in ((2, Faults()), (3, always), (4, always), (5, Faults())):
         for one, other in zip(first_round(late, round)[0], first_round(alike, round)[0], strict=True):
             assert_same(one, other)
 
@@ -195,7 +196,14 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "section", [{"attack": "sign-flip"}, {"attackers": 0.2}, {"attack": "nan", "attackers": 0.01}, {"stragglers": 0.5}]
+    "section",
+    [
+        {"attack": "sign-flip"},
+        {"attackers": 0.2},
+        {"attack": "nan", "attackers": 0.01},
+        {"stragglers": 0.5},
+        {"attack": "nan", "attackers": 0.2, "attack_from": 3, "attack_until": 2},
+    ],
 )
 def test_faults_that_do_not_fit_are_refused(section: dict[str, Any]) -> None:
     with pytest.raises(PfedlaError, match=f"faults.{next(reversed(section))}"):

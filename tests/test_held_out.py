@@ -16,7 +16,7 @@ from torch.func import functional_call, vmap
 from pfedla import federation_of, simulate
 from pfedla.algorithms import create, partial, pfedla_heldout
 from pfedla.algorithms.pfedla import LayerWeightHypernetwork, apply_trunk
-from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, MEASURED, count_sketch, draw_hash, watch_lengths
+from pfedla.algorithms.pfedla_heldout import GRADIENT, HASH, IN_A_ROW, MEASURED, count_sketch, draw_hash, watch_lengths
 from pfedla.core.contracts import Algorithm, Cohort, LocalData, Params, Payload, ServerState
 from pfedla.core.faults import choose_attackers
 from pfedla.core.models import build_model
@@ -277,28 +277,33 @@ def test_the_personal_model_may_be_the_average_of_the_trained_ones(federation: F
 
 
 def test_learning_is_reopened_when_the_updates_of_some_clients_become_long() -> None:
-    """More than a tenth of them, 2.5 times as long as usual; clients measured for a few rounds only do not count."""
+    """More than a tenth of them, in three rounds in a row; clients measured for a few rounds only do not count."""
     everyone, usual = torch.arange(10), torch.linspace(1, 2, 10)
-    watch = {"length": torch.zeros(10), "rounds": torch.zeros(10)}
-    assert not any(watch_lengths(watch, everyone, usual) for _ in range(MEASURED))
-    torch.testing.assert_close(watch["length"], usual)
+    known = {"length": usual, "rounds": torch.full((10,), float(MEASURED)), "risen": torch.tensor(0)}
+
+    def watch(*rounds: Tensor, ids: Tensor = everyone, **changed: Tensor) -> tuple[list[bool], dict[str, Tensor]]:
+        state = {name: value.clone() for name, value in (known | changed).items()}
+        return [watch_lengths(state, ids, lengths) for lengths in rounds], state
+
+    new = {name: torch.zeros_like(value) for name, value in known.items()}
+    found, state = watch(*[usual] * MEASURED, **new)
+    assert not any(found)
+    assert_same(state, known, 1e-6)
     one, two = usual.clone(), usual.clone()
-    one[3], two[3:5] = 100.0, 100.0
-    assert not watch_lengths({n: v.clone() for n, v in watch.items()}, everyone, one)
-    few = {**watch, "rounds": torch.full((10,), MEASURED - 1.0)}
-    assert not watch_lengths({n: v.clone() for n, v in few.items()}, everyone, two)
-    assert not watch_lengths({n: v.clone() for n, v in watch.items()}, everyone, 2.4 * usual)
-    assert watch_lengths(watch, everyone, two)
-    assert not watch["length"].any()
-    assert not watch["rounds"].any()
-    alone = {"length": torch.ones(3), "rounds": torch.full((3,), 40.0)}
-    assert not watch_lengths(alone, torch.tensor([1]), torch.tensor([1.5]))
-    torch.testing.assert_close(alone["length"], torch.tensor([1, 1.025, 1]))  # it follows slowly
-    assert not watch_lengths(alone, torch.tensor([1]), torch.tensor([3.2]))  # one client alone is believed nothing
-    assert watch_lengths(alone, torch.tensor([0, 2]), torch.tensor([3.2, 3.2]))
-    still = {"length": torch.ones(3), "rounds": torch.full((3,), 40.0)}
-    assert not watch_lengths(still, torch.arange(3), torch.zeros(3))
-    assert still["length"].tolist() == [1, 1, 1]
+    one[3], two[3:5] = 100.0, 4.0
+    assert watch(one, one, one)[0] == [False] * 3  # one client alone is believed nothing
+    assert watch(two, two, usual, two, two)[0] == [False] * 5
+    assert watch(1.25 * usual, 1.25 * usual, 1.25 * usual)[0] == [False] * 3
+    assert watch(two, two, two, rounds=torch.full((10,), MEASURED - 3.0))[0] == [False] * 3
+    found, state = watch(two, two, two)
+    assert found == [False, False, True]
+    assert not any(value.any() for value in state.values())
+    few = torch.tensor([1, 4])
+    assert watch(usual[few], ids=few)[1]["length"][1] == usual[1]
+    found, state = watch(1.2 * usual[few], ids=few, rounds=torch.full((10,), 40.0))
+    torch.testing.assert_close(state["length"][few], 1.01 * usual[few])  # it follows slowly
+    found, state = watch(torch.zeros(10))
+    assert_same(state, known)
 
 
 def test_when_learning_is_reopened_clients_hold_out_and_send_gradients_again(federation: Federation) -> None:
@@ -306,9 +311,12 @@ def test_when_learning_is_reopened_clients_hold_out_and_send_gradients_again(fed
     server = play(algorithm, federation, rounds=range(1, 4))[0][-1].server
     everyone, sent = Cohort.everyone(federation.num_examples, 4, 0), {"hold out", HASH}
     assert not algorithm.download(server, everyone).extras
-    server["watch"] |= {"length": torch.full((6,), 1e-6), "rounds": torch.full((6,), float(MEASURED))}
+    usual = {"length": torch.full((6,), 1e-6), "rounds": torch.full((6,), float(MEASURED))}
+    server["watch"] |= usual | {"risen": torch.tensor(IN_A_ROW - 1)}
     cohort, downloads, uploads = one_round(algorithm, federation, server, 4)
+    server["hypernetworks"]["heads.bias"].normal_(generator=torch.Generator().manual_seed(0))
     server = algorithm.aggregate(server, cohort, downloads, uploads)
+    torch.testing.assert_close(algorithm.alpha(server), torch.full_like(algorithm.alpha(server), 1 / 6))
     for round, expected in ((5, sent), (6, set())):  # for one round, as at first
         cohort, downloads, uploads = one_round(algorithm, federation, server, round)
         assert downloads.extras.keys() == expected

@@ -258,6 +258,15 @@ def test_refusals_of_the_run(finished: Path, original: Path) -> None:
             join_run(folder, data)
 
 
+def test_to_join_an_earlier_round_is_recorded_though_nobody_listens(finished: Path) -> None:
+    """The newest checkpoint is damaged: the client joins after the one before."""
+    often = run(Experiment.parse(EXPERIMENT | {"checkpoint": {"rounds": 1}}), Path("often"))
+    (often / "checkpoints" / "round-2.safetensors").write_bytes(b"damaged")
+    _, result = join_run(often, Path("new.npz"), rounds=1, say=lambda line: None)
+    assert result["after_round"] == 1
+    assert any("round 2" in line for line in result["warnings"])
+
+
 # Clients of an experiment that join after its last round
 
 

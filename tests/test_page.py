@@ -279,6 +279,7 @@ def test_watch_serves_the_page_and_what_is_new(watched: tuple[Path, int], runs: 
     run, port = watched
     status, body, headers = ask(port, "/")
     assert (status, b"connect-src 'self'" in body) == (200, True)
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"  # no other page may hold it
     assert ask(port, "/data.json", If_None_Match=headers["ETag"])[0] == 304
     (run / "rounds.jsonl").write_text("".join((runs[0] / "rounds.jsonl").read_text().splitlines(keepends=True)[:4]))
     status, body, _ = ask(port, "/data.json", If_None_Match=headers["ETag"])

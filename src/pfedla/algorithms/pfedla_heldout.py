@@ -24,7 +24,8 @@ GRADIENT = "held-out gradient/"  # in an upload, by layer
 PRIME = 2**31 - 1
 AVERAGE, ROUNDS = "average/", "rounds in the average"  # in the private state: the moving average of the trained models
 DECAY = 8  # after n rounds, the last n/DECAY have two thirds of the weight
-RISEN = 2.5  # usual lengths: an update so long shows that what the client receives has become worse
+RISEN = 1.3  # usual lengths: an update so long shows that what the client receives has become worse,
+IN_A_ROW = 3  # if it lasts for so many rounds: a single one is noise
 FOLLOW, MEASURED = 0.05, 5  # share by which the usual length follows; rounds until it is known
 SMALLEST_DISTANCE = 1e-4  # of models, against their norm, that is more than rounding
 Sketch = Positive | Literal["exact"]
@@ -64,9 +65,9 @@ class PFedLAHeldOut(LearnedMix):
 
     def init_server(self, num_clients: int, seed: int) -> ServerState:
         # While the weights are frozen: how long each client's updates usually are, and in how many rounds it was
-        # measured; at how many uploads learning was reopened last.
-        watch = {"length": torch.zeros(num_clients), "rounds": torch.zeros(num_clients)}
-        watch["reopened"] = torch.zeros((), dtype=torch.int64)
+        # measured; in how many rounds in a row they were long; at how many uploads learning was reopened last.
+        watch = {name: torch.zeros(num_clients) for name in ("length", "rounds")}
+        watch |= {name: torch.zeros((), dtype=torch.int64) for name in ("risen", "reopened")}
         return {**super().init_server(num_clients, seed), "watch": watch}
 
     def download(self, server: ServerState, cohort: Cohort) -> Payload:
@@ -91,6 +92,10 @@ class PFedLAHeldOut(LearnedMix):
             lengths = row_norms({name: value - starts[name] for name, value in uploads.tensors.items()})
             if watch_lengths(server["watch"], cohort.ids, lengths):
                 server["watch"]["reopened"].copy_(server["progress"]["uploads"])
+                # From uniform weights: small ones, which an honest client may have by now, would grow slowly.
+                count = num_clients(server)
+                fresh = self._network(count).init(count, generator(cohort.seed, "hypernetwork"))
+                server = {**server, "hypernetworks": fresh}
         return server
 
     def held_out_share(self, download: Payload) -> float:
@@ -162,15 +167,17 @@ class PFedLAHeldOut(LearnedMix):
 
 
 def watch_lengths(watch: Params, ids: Tensor, lengths: Tensor) -> bool:
-    """Return whether the updates of two of these clients, and more than a tenth, have become long.
+    """Return whether updates have been long in several rounds in a row, of two clients and more than a tenth each time.
 
     What is usual is noted in place, and forgotten if so. An update of length zero says nothing.
     """
     ids, lengths = ids[lengths > 0], lengths[lengths > 0]
     usual, rounds = watch["length"][ids], watch["rounds"][ids]
-    if int(((lengths > RISEN * usual) & (rounds >= MEASURED)).sum()) > max(1, len(ids) / 10):
-        watch["length"].zero_()
-        watch["rounds"].zero_()
+    has_risen = int(((lengths > RISEN * usual) & (rounds >= MEASURED)).sum()) > max(1, len(ids) / 10)
+    watch["risen"].copy_((watch["risen"] + 1) * has_risen)
+    if watch["risen"] == IN_A_ROW:
+        for name in ("length", "rounds", "risen"):
+            watch[name].zero_()
         return True
     watch["length"][ids] = torch.lerp(usual, lengths, (1 / (rounds + 1)).clamp(min=FOLLOW))
     watch["rounds"][ids] = rounds + 1

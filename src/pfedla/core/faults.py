@@ -20,6 +20,10 @@ def check_faults(faults: Faults, num_clients: int, local_epochs: int, task: str)
         given = f"faults.attack = {faults.attack!r} and faults.attackers = {faults.attackers}"
         kinds = ", ".join(get_args(Attack)[1:])
         raise PfedlaError(f"{given}: give what is sent ({kinds}) and the share of the clients that send it, or neither")
+    if faults.attack_until != "end" and faults.attack_until < faults.attack_from:
+        raise PfedlaError(
+            f"faults.attack_until = {faults.attack_until} is before faults.attack_from = {faults.attack_from}"
+        )
     if faults.attackers and not len(choose_attackers(faults, num_clients, 0)):
         raise PfedlaError(f"faults.attackers = {faults.attackers} of {num_clients} clients is nobody")
     if faults.attack == "label-flip" and task != "classification":
@@ -48,7 +52,8 @@ def choose_attackers(faults: Faults, num_clients: int, seed: int) -> Tensor:
 
 
 def is_attacking(faults: Faults, cohort: Cohort, client: int, num_clients: int) -> bool:
-    attacks = cohort.round >= faults.attack_from and happens(faults.attack_rate, cohort, "attack", client)
+    last = cohort.round if faults.attack_until == "end" else faults.attack_until
+    attacks = faults.attack_from <= cohort.round <= last and happens(faults.attack_rate, cohort, "attack", client)
     return attacks and client in choose_attackers(faults, num_clients, cohort.seed)
 
 

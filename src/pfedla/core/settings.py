@@ -150,5 +150,7 @@ class Faults(Section):
     """Chance that an attacker attacks, each round."""
     attack_from: Positive = 1
     """First round of the attack; the attackers are honest before."""
+    attack_until: Positive | Literal["end"] = "end"
+    """Last round of the attack; the attackers are honest again afterwards."""
     attack_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = AUTO
     """sign-flip, scale: factor of the update; noise: size relative to it. auto: 1, for scale 10."""

@@ -37,6 +37,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WATCHED = ("rounds.jsonl", "alpha.safetensors", "result.json")
 SERVED = {"/": "text/html; charset=utf-8", "/data.json": "application/json"}
 HEADERS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+HEADERS["Content-Security-Policy"] = "frame-ancestors 'none'"  # no page elsewhere may show it; a page cannot say so
 ATTACKED = "Some clients attack on purpose. Scores are of the honest ones."
 
 

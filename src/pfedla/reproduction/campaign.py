@@ -148,8 +148,11 @@ def run_cell(
     try:
         built = build(experiment, load(experiment.data.dataset, experiment.data.missing))
         folder = RunFolder(path, resume=True)
-        Run(built, folder, display=display, stopping=stopping, pictures=False).complete()
-        write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
+        with Run(built, folder, display=display, stopping=stopping, pictures=False) as run:
+            for _ in run:
+                pass
+            run.finish()  # then still under the lock: the next process to hold it removes files that are half written
+            write_text(path / COMMIT, json.dumps(describe_version()) + "\n")
     except (NotApplicableError, GaveUpError) as error:
         say = display.say if display else partial(print, file=sys.stderr, flush=True)
         say(f"{what}: {error}")

@@ -40,6 +40,7 @@ class Column(Section):
     )  # place in a queue: of the first seed, and of the others
     layer: str = ""  # the layer that a heat map shows
     retained: list[str] = Field([])  # the layers that the paper's k retains, in their order
+    attacks: dict[str, list[float]] = Field({})  # the shares of attackers, by attack: a column each
 
 
 class Grid(Section):
@@ -65,10 +66,21 @@ class Grid(Section):
     experiment: Values
     rows: list[GridRow] = Field(min_length=1)
     columns: list[Column] = Field(min_length=1)
+    attacks: dict[str, Values] = Field({})  # the settings of [faults] by name
 
     @property
     def all_seeds(self) -> list[int]:
         return sorted({*self.seeds, *(seed for row in self.rows for seed in row.seeds)})
+
+    def attack(self, column: Column) -> list[Column]:
+        """Return a column and those with its attacks. What a client trains alone is the same under attack."""
+        taught = [row.name for row in self.rows if row.experiment["algorithm"]["name"] != "local"]
+        found = [column]
+        for attack, share in ((attack, share) for attack, shares in column.attacks.items() for share in shares):
+            experiment = overlay(column.experiment, {"faults": {**self.attacks[attack], "attackers": share}})
+            changed = {"name": f"{column.name}, {attack}, {100 * share:g} %", "experiment": experiment, "only": taught}
+            found.append(column.model_copy(update=changed))
+        return found
 
     @property
     def shows_alpha(self) -> bool:
@@ -127,7 +139,8 @@ def load_grid(name: str) -> Grid:
     if name not in list_names():
         raise unknown("experiment", name, list_names())
     grid = Grid.model_validate(tomllib.loads((home() / name / "grid.toml").read_text(encoding="utf-8")))
-    return grid.model_copy(update={"folder": str(home() / name)})
+    columns = [attacked for column in grid.columns for attacked in grid.attack(column)]
+    return grid.model_copy(update={"folder": str(home() / name), "columns": columns})
 
 
 def read_tuned(grid: Grid, column: Column, seed: int) -> dict[str, Values]:

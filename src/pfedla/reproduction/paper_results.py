@@ -17,7 +17,7 @@ from pfedla.report.methods import MethodTable, show_difference, show_interval, s
 from pfedla.report.reading import MIB, Metric
 from pfedla.report.rows import Row
 from pfedla.report.tables import latex_table, markdown_table
-from pfedla.reproduction import site_results
+from pfedla.reproduction import attack_results, site_results
 from pfedla.reproduction.frontier import FRONTIER_NOTE, tabulate_frontier
 from pfedla.reproduction.grid import Grid, Paper
 from pfedla.reproduction.paper_figures import (
@@ -244,6 +244,8 @@ def list_tables(summary: Summary, paper: Paper) -> list[tuple[list[list[str]], s
     """Return what a terminal shows: lines, title and notes of each table."""
     if summary["form"] == "sites":
         return site_results.list_tables(summary)
+    if summary["form"] == "attacks":
+        return attack_results.list_tables(summary)
     tables = [(tabulate(summary, paper), summary["title"], [explain(summary), *describe_columns(summary)])]
     after = tabulate_after_training(summary, paper)
     return tables + [(after, "After local training", [AFTER_NOTE])] * bool(after)
@@ -252,6 +254,8 @@ def list_tables(summary: Summary, paper: Paper) -> list[tuple[list[list[str]], s
 def write_tables(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
     if summary["form"] == "sites":
         return site_results.write_site_tables(summary, folder)
+    if summary["form"] == "attacks":
+        return attack_results.write_attack_tables(summary, folder)
     made = {"table.md": to_markdown, "table.csv": to_csv, "table.tex": to_latex}
     for name, make in made.items():
         write_text(folder / name, make(summary, paper))
@@ -289,6 +293,8 @@ def write_figures(summary: Summary, paper: Paper, folder: Path) -> list[Path]:
         return []
     if summary["form"] == "sites":
         return site_results.write_site_figures(summary, folder)
+    if summary["form"] == "attacks":
+        return attack_results.write_attack_figures(summary, folder)
     drawn = {"figure": FIGURES[summary["form"]](summary, paper)}
     if summary["form"] != "privacy" and any("self_weights" in cell for cell in summary["cells"]):
         drawn["self_weights"] = draw_self_weights(summary)

@@ -153,11 +153,25 @@ def summarise_cell(run: Path, cell: Cell, grid: Grid) -> Values:
         federation = read_object(run / FEDERATION)
         tested = [sum(counts) for counts in federation["test"]]
         summary |= {"clients": federation["clients"], "test_examples": tested, "baseline": result["baseline"]}
+    if grid.form == "attacks":
+        return summary | _describe_attack(run, result, experiment)
     summary |= {"tuned_trials": cell.experiment.tuned_trials} if cell.experiment.tuned_trials else {}
     if grid.shows_alpha:
         return {**summary, "alpha": _thin_alpha(run, 1 if grid.form == "sites" else SNAPSHOTS)}
     own = _mean_self_weights(run)
     return {**summary, "self_weights": own} if own else summary
+
+
+def _describe_attack(run: Path, result: Values, experiment: Experiment) -> Values:
+    """Return the attack of a run, who attacked, and the weights [snapshots, layers] that the others gave to them."""
+    found: Values = {"attackers": result.get("attackers", [])}
+    found["experiment"] = experiment.model_dump(exclude=NOT_KEPT) | {"faults": result["faults"]}
+    if (alpha := read_alpha(run)) is not None and found["attackers"]:
+        kept, out = _choose_snapshots(len(alpha.rounds), SNAPSHOTS), found["attackers"]
+        honest = [client for client in range(alpha.values.shape[1]) if client not in out]
+        values = alpha.values[kept][:, honest][..., out].sum(-1).mean(1).astype(float).round(4).tolist()
+        found["weights"] = {"layers": alpha.layers, "rounds": [alpha.rounds[one] for one in kept], "values": values}
+    return found
 
 
 def _mean_self_weights(run: Path) -> Values | None:
