@@ -29,6 +29,11 @@ LABELS = {
     "noise 1": "clipped, noise 1",
     "random": "control: random numbers",
 }
+TITLES = {
+    "digits": "digits, 8x8 images, small CNN",
+    "fashion-mnist": "Fashion-MNIST, 28x28 images, the paper's CNN",
+    "heart-disease": "heart-disease, records of a hospital, MLP",
+}
 SIDES = {"digits": 8, "fashion-mnist": 28}
 
 
@@ -73,8 +78,8 @@ def inversion_table(lines: list[Line], dataset: str) -> str:
             label += f" (ε = {show_epsilon(float(number))})"
         table.append([label, *(show_cell(one) if one else "not run" for one in found)])
     baselines: dict[str, Callable[[Line], list[float]]] = {
-        "the mean image": lambda line: line["mean_image"],
-        "the nearest image of another client": lambda line: line["nearest"],
+        "the mean example": lambda line: line["mean_image"],
+        "the nearest example of another client": lambda line: line["nearest"],
     }
     for label, values in baselines.items():
         row = []
@@ -148,18 +153,27 @@ def draw_reconstructions(lines: list[Line], dataset: str, path: Path) -> None:
     figure.savefig(path)
 
 
+def inversion_tables(lines: list[Line]) -> str:
+    return "\n\n".join(f"**{title}**\n\n{inversion_table(lines, dataset)}" for dataset, title in TITLES.items())
+
+
+def membership_tables(lines: list[Line]) -> str:
+    known = [dataset for dataset in TITLES if any(line["dataset"] == dataset for line in lines)]
+    return "\n\n".join(f"**{TITLES[dataset]}**\n\n{membership_table(lines, dataset)}" for dataset in known)
+
+
+TABLES = {"inversion": inversion_tables, "membership": membership_tables}
+
+
 def main(
     pictures: Annotated[Path | None, typer.Option(help="Folder for the pictures.")] = None,
     inversions: Path = inversion.OUT,
     memberships: Path = membership.OUT,
 ) -> None:
-    lines, trials = inversion.read_lines(inversions), inversion.read_lines(memberships)
-    for dataset in SIDES:
-        print(f"\n## Inversion, {dataset}\n\n{inversion_table(lines, dataset)}")
-        if pictures:
-            draw_reconstructions(lines, dataset, pictures / f"inversion_{dataset}.png")
-    for dataset in SIDES:
-        print(f"\n## Membership, {dataset}\n\n{membership_table(trials, dataset)}")
+    for name, path in (("inversion", inversions), ("membership", memberships)):
+        print(f"\n## {name}\n\n{TABLES[name](inversion.read_lines(path))}")
+    for dataset in SIDES if pictures else ():
+        draw_reconstructions(inversion.read_lines(inversions), dataset, pictures / f"inversion_{dataset}.png")
 
 
 if __name__ == "__main__":
