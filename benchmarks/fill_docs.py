@@ -8,7 +8,9 @@ A page asks for a table with a pair of comments, <!-- name --> and <!-- /name --
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,14 @@ def server_table() -> str:
     )
 
 
+def attack_tables(name: str) -> str:
+    """What the attacks of benchmarks/privacy found, a table per data set."""
+    sys.path.append(str(HERE / "privacy"))  # its scripts import each other
+    import report
+
+    return str(report.TABLES[name](read_lines(f"{name}.jsonl")))
+
+
 def sites_tables() -> str:
     """A table per data set: every site against training alone."""
     parts = []
@@ -346,6 +356,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "phases": phases_table,
     "choice": choice_table,
     "server": server_table,
+    "inversion": partial(attack_tables, "inversion"),
+    "membership": partial(attack_tables, "membership"),
 }
 
 
