@@ -187,7 +187,7 @@ def test_pfedla_takes_less_from_sign_flippers_than_from_others(name: str) -> Non
         x = torch.randn(count, 6, generator=draws)
         return Examples(x, (x.sum(1) > 0).long())
 
-    federation = Federation([examples(40) for _ in range(8)], [examples(9) for _ in range(8)], ("0", "1", "2"))
+    federation = Federation([examples(120) for _ in range(8)], [examples(9) for _ in range(8)], ("0", "1", "2"))
     faults = Faults(attack="sign-flip", attackers=0.25)
     result = simulate(federation, TinyNet(), name, rounds=10, local_epochs=2, lr=0.1, faults=faults)
     attackers = choose_attackers(faults, 8, 0).tolist()

@@ -120,6 +120,7 @@ def test_the_mix_of_a_net_with_batchnorm_against_a_plain_loop() -> None:
     trained = torch.tensor([True, True])
     order = torch.zeros(2, 1, 6).long()
     data = LocalData(x, y, order, held_out_x=x, held_out_y=y, has_trained=trained)
+    data = data._replace(is_drawn=torch.zeros(len(x), 0), mechanism=torch.zeros(len(x), 0))
     download = Payload({}, torch.zeros(2, 3).bool(), {f"candidate/{n}": v for n, v in others.items()})
     mixed, weights = vmap(algorithm._mix)(clients, download, data)
     for i in range(2):
