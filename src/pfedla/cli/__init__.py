@@ -11,7 +11,7 @@ from rich.markup import escape
 from typer import Exit, Option, Typer
 
 from pfedla import __version__
-from pfedla.cli.deploy import deploy_app
+from pfedla.cli.deploy import deploy_app, site_app
 from pfedla.cli.start import models, new
 from pfedla.cli.train import compare, reproduce, run, tune
 from pfedla.cli.use import algorithms, communication, data_app, evaluate, export, join, report, watch
@@ -31,6 +31,7 @@ for _group, _commands in GROUPS.items():
     for _command in _commands:
         app.command(rich_help_panel=_group)(_command)
 app.add_typer(deploy_app, name="deploy", rich_help_panel="Deploy")
+app.add_typer(site_app, name="site", rich_help_panel="Deploy")
 app.add_typer(data_app, name="data", rich_help_panel="Data")
 
 

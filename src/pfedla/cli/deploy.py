@@ -13,6 +13,7 @@ from pfedla.core.errors import PfedlaError
 from pfedla.runs.experiment import SITES, Experiment, gather
 
 deploy_app = typer.Typer(help="A real federation on Flower: sites keep their data.", no_args_is_help=True)
+site_app = typer.Typer(help="At a site of a deployment.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="Folder of the deployment.", metavar="DIR", resolve_path=True)]
 TIMEOUT_HELP = "Seconds to wait for clients before a round continues without them."
 setup = partial(option, "Deployment")
@@ -133,6 +134,29 @@ def local(
         display.begin(short_name(deployment.experiment.algorithm.name), deployment.experiment.seed)
         run_locally(folder, len(deployment.keys), run_folder, display, signals, **config)
     print_result(read_result(run_folder / "result.json"), run_folder, quiet=quiet, as_json=as_json)
+
+
+@site_app.command("check")
+def check_site(
+    folder: Annotated[Path, typer.Argument(help="The site's folder, as deploy init made it.", metavar="SITE")],
+    data: Annotated[str | None, typer.Option(help="The site's examples, as data= in --node-config.")] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, …")] = "cpu",
+) -> None:
+    """Find out whether a site is ready before it joins: keys, data, one round of training, the connection.
+
+    Sends nothing. Exit code 1 if something does not fit.
+
+    Example: pfedla site check /srv/client-0 --data /srv/mine.npz
+    """
+    _check_flower()
+    from pfedla.flower.site_check import check_site
+
+    node, problems = {"device": device} | ({"data": data} if data else {}), 0
+    for is_right, text in check_site(folder, node, say):
+        say(text if is_right else f"error: {text}")
+        problems += not is_right
+    if problems:
+        raise typer.Exit(1)
 
 
 def _check_flower() -> None:

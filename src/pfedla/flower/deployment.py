@@ -35,6 +35,7 @@ class Deployment(Section):
     version: str  # of pfedla, the same everywhere
     folder: Path  # the run folder, on the server
     order_key: Path  # on the server: signs what it sends
+    address: str = ""  # of the gate, host:port
     resume: bool = False  # the run in `folder`
     from_round: Annotated[int, Field(ge=0)] = 0  # resume after this round; 0: after the last
     exclude: tuple[str, ...] = ()  # clients that take no part from the next round on: their names or numbers

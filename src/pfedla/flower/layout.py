@@ -3,7 +3,7 @@
 DIR/app/            the Flower app: a pyproject.toml that holds the experiment; only this is sent to the sites
 DIR/server/         for the server: CA, certificate, their keys, the key that signs orders, and Flower's configuration
                     (FLWR_HOME)
-DIR/sites/client-i/ for site i: its key, the CA's certificate and the server's public key; copy it there
+DIR/sites/client-i/ for site i: its key, the CA's certificate, the server's public key and the plan; copy it there
 DIR/README.md       the commands (commands.md, filled in)
 
 server/units and a site's folder also hold systemd units (unit.service, filled in).
@@ -31,6 +31,7 @@ from pfedla.runs.build import build
 from pfedla.runs.experiment import SITES, Experiment
 from pfedla.runs.folder import new_folder
 
+PLAN = "plan.toml"  # what the server will run, in a site's folder, for `pfedla site check`
 PORTS = "ports.toml"  # of the gate and the SuperLink, in DIR/server
 PRIVATE_FOLDER = 0o700
 LOOPBACK = ("127.0.0.1", "localhost")  # `deploy local` reaches the server there
@@ -88,7 +89,8 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
     """Write everything; return the commands."""
     names = dict.fromkeys(map(to_general_name, [*hosts, *LOOPBACK]))
     new_folder(folder, "choose another folder")
-    server, keys = folder / "server", []
+    server, keys = folder / "server", list[str]()
+    deployment = deployment.model_copy(update={"address": f"{hosts[0]}:{port}"})
     for path in (server / "flower", server / "units"):
         path.mkdir(parents=True)
     server.chmod(PRIVATE_FOLDER)
@@ -101,8 +103,11 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
         keys.append(write_node_key(site / "client.key", site.name))
         shutil.copy(server / "ca.crt", site)
         (site / PUBLIC).write_bytes(public)
-        write_site_unit(site, f"{hosts[0]}:{port}")
-    write_app(folder / "app", deployment.model_copy(update={"keys": tuple(keys)}))
+        write_site_unit(site, deployment.address)
+    deployment = deployment.model_copy(update={"keys": tuple(keys)})
+    write_app(folder / "app", deployment)
+    for site in (folder / "sites").iterdir():
+        (site / PLAN).write_text(tomli_w.dumps(deployment.to_run_config()), encoding="utf-8")
     (server / PORTS).write_text(tomli_w.dumps({"gate": port, "superlink": port + 1}), encoding="utf-8")
     write_server_units(folder, port + 1)
     write_flower_config(server / "flower", f"{LOOPBACK[0]}:{port + 1}", server / "ca.crt")
@@ -194,6 +199,7 @@ def describe_commands(folder: Path, deployment: Deployment, host: str, port: int
     values["exports"] = " ".join(f"{key}={value}" for key, value in FLOWER_SWITCHES.items())
     values["kind"] = "uint8" if deployment.mean else "float"
     values["classes"] = shown(deployment.classes)
+    values["check"] = " --data /srv/mine.npz" if brings_own else ""
     values["example"] = ' data="/srv/mine.npz"' if brings_own else ""
     return "\n".join([*chosen, ""]).format(**values)
 
