@@ -295,6 +295,7 @@ def test_a_falsified_model_is_what_is_encoded(attack: Any, federation: Federatio
 DIGITS = {"data": {"dataset": "digits", "clients": 3}, "training": {"local_epochs": 1}, "participation": 0.7}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_can_be_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)
     wire = {"upload": "int8", "download": "topk", "share": 0.1}

@@ -82,7 +82,9 @@ ENCODED = [("heurpfedla", "int8", "int8"), ("fedavg", "topk", "randk"), ("pfedla
 ENCODED += [("fedfomo", "int8", "int8"), ("local", "int8", "topk"), ("fedrep", "none", "bfloat16")]
 
 
-@pytest.mark.parametrize(("name", "upload", "download"), ENCODED)
+@pytest.mark.parametrize(
+    ("name", "upload", "download"), [ENCODED[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in ENCODED[1:])]
+)
 def test_encoded_messages_equal_the_threaded_engine(name: str, upload: str, download: str, tmp_path: Path) -> None:
     """One upload of the second round is lost, and the server stops in the middle of the third."""
     wire = {"upload": upload, "download": download}
@@ -151,7 +153,8 @@ def test_a_server_that_stops_resumes(name: str, tmp_path: Path) -> None:
     assert (grid.deployment.folder / "deployment.json").read_text() == before
 
 
-@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True])
 def test_a_late_client_or_a_lost_upload_is_an_absence(lost: bool, tmp_path: Path) -> None:
     grid, gone = grid_of(tmp_path, "heurpfedla", rounds=3), (1, 2) if lost else (2, 1)
     if lost:
@@ -496,6 +499,7 @@ def test_a_client_is_excluded_when_a_deployment_goes_back(tmp_path: Path) -> Non
 NOISY = {"privacy": {"epsilon": 8.0}}
 
 
+@pytest.mark.slow
 def test_a_private_site_draws_as_the_simulation_where_noise_comes_from_the_seed(tmp_path: Path) -> None:
     grid = grid_of(tmp_path, "fedrep", **NOISY)
     grid.config = [{**one, "noise": "seed", "share-metrics": True} for one in grid.config]

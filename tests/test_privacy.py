@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NOTHING, TinyNet, assert_same, make, tiny, toy_federation
+from conftest import NOTHING, TinyNet, assert_same, make, methods, tiny, toy_federation
 from torch import Tensor, nn
 
 import pfedla
@@ -208,7 +208,7 @@ def simulated(name: str, federation: Federation, **more: Any) -> pfedla.Simulati
     return simulate(federation, tiny(name, False), name, **how)
 
 
-@pytest.mark.parametrize("name", PRIVATE.split())
+@pytest.mark.parametrize("name", [one for one in methods("fedavg-ft", "ditto") if one.id in PRIVATE.split()])
 def test_stacked_clients_draw_and_learn_as_threads_do(name: str, federation: Federation) -> None:
     threads, one, stacked = (
         simulated(name, federation, **engine)
@@ -303,6 +303,7 @@ def test_a_run_says_what_each_client_has_spent_and_keeps_its_epsilon(tmp_path: P
     assert sum(failure["no answer"] for failure in result["failures"].values()) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_goes_on_counting_and_one_with_an_epsilon_is_not(tmp_path: Path) -> None:
     noisy = {"privacy": {"noise_multiplier": 1.5}}
     run(tmp_path, "pfedla", **noisy, rounds=2, out="cut")

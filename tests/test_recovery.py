@@ -36,7 +36,8 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfedla.runs.result.draw_run", lambda folder: None)
 
 
-@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedrep", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "fedrep"])
 def test_one_huge_upload_costs_a_run_a_few_rounds(name: str, pfedla: Any, tmp_path: Path) -> None:
     """It gives up, says where to go back to and without whom, and ends as if that had been planned."""
     code, _, err = pfedla("run", "-a", name, *ATTACKED, "--out", "r")
