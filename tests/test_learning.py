@@ -56,7 +56,7 @@ def test_two_clusters_find_each_other(seed: int, form: str, rate: float) -> None
     federation, how = clusters(seed=seed), {"rounds": 60, "lr": 0.1, "seed": seed}
     result = simulate(federation, TinyNet(), "pfedla", hypernetwork=form, hypernetwork_lr=rate, **how)
     assert own_cluster_mass(result.alpha).min() > 0.9
-    ours = simulate(federation, TinyNet(), "pfedla-heldout", hypernetwork=form, sketch=16, **how)
+    ours = simulate(federation, TinyNet(), "pfedla-heldout", hypernetwork=form, sketch=16, min_held_out=2, **how)
     assert own_cluster_mass(ours.alpha).mean() > 0.9  # of a few held-out examples each, sketched
     alone = simulate(federation, TinyNet(), "local", **how)
     averaged = simulate(federation, TinyNet(), "fedavg", **how)
