@@ -103,7 +103,7 @@ def write_deployment(folder: Path, deployment: Deployment, hosts: list[str], por
         keys.append(write_node_key(site / "client.key", site.name))
         shutil.copy(server / "ca.crt", site)
         (site / PUBLIC).write_bytes(public)
-        write_site_unit(site, deployment.address)
+        write_site_unit(site, deployment)
     deployment = deployment.model_copy(update={"keys": tuple(keys)})
     write_app(folder / "app", deployment)
     for site in (folder / "sites").iterdir():
@@ -165,11 +165,12 @@ def write_server_units(folder: Path, control_port: int) -> None:
     write_unit(units / "pfedla-gate.service", "Gate", gate, home, after="pfedla-superlink.service", writable=server)
 
 
-def write_site_unit(site: Path, address: str) -> None:
+def write_site_unit(site: Path, deployment: Deployment) -> None:
     place, state = f"/srv/{site.name}", "/srv/pfedla"  # at the site
-    node = ["flower-supernode", "--superlink", address, "--root-certificates", f"{place}/ca.crt"]
+    data = ' data="/srv/mine.npz"' if deployment.experiment.data.dataset == SITES else ""
+    node = ["flower-supernode", "--superlink", deployment.address, "--root-certificates", f"{place}/ca.crt"]
     node += ["--auth-supernode-private-key", f"{place}/client.key", "--node-config"]
-    node += [f'\'site="{place}" state="{state}" data="/srv/mine.npz"\'']
+    node += [f"""'site="{place}" state="{state}"{data}'"""]
     write_unit(site / "pfedla-site.service", "Site", node, f"{state}/flower", writable=Path(state))
 
 
